@@ -1,5 +1,5 @@
-"""What `tox -e wheel` runs: build the sdist and the wheel from it, compare what is in them with the source tree,
-then install the wheel in a fresh environment and use it there.
+"""What `tox -e wheel` runs: build the sdist and the wheel from it, compare what is in them with the source
+tree, then install the wheel in a fresh environment and use it there.
 
 Run from anywhere with `build[uv]` installed: ``python tests/wheel/check.py``.
 """
@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folder in the source tree -> folder in the wheel.
 SOURCES = {"vllm_compat": "vllm_compat", "patches": "vllm_compat/patches"}
 DIST_INFO = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-SDIST_EXTRA = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+SDIST_EXTRA = {
+    "CHANGELOG.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "PKG-INFO",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+}
 
 # Runs in the fresh environment, isolated from the checkout: prints what the checks below read.
 PROBE = """
@@ -84,12 +92,14 @@ def check_contents(sdist: Path, wheel: Path) -> None:
 
 
 def check_use(wheel: Path, folder: Path) -> None:
-    """Installs the wheel with its own dependencies alone; there is no vLLM and no consumer in that environment."""
+    """Installs the wheel with its own dependencies alone: no vLLM and no consumer in that environment."""
     uv = [sys.executable, "-m", "uv"]
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, folder / "env"], check=True)
     python, command = folder / "env/bin/python", folder / "env/bin/vllm-compat"
     subprocess.run([*uv, "pip", "install", "--quiet", "--python", python, wheel], check=True)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_COMPAT"))}
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_COMPAT"))
+    }
 
     def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(args, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
@@ -105,7 +115,11 @@ def check_use(wheel: Path, folder: Path) -> None:
     expect("entry points", (found["entries"], found["discovered"]), (["speculators"], [True]))
 
     plan = run(command, "plan", "--json")
-    expect("plan says no where the consumer is missing", (plan.returncode, "speculators" in plan.stdout), (1, True))
+    expect(
+        "plan says no where the consumer is missing",
+        (plan.returncode, "speculators" in plan.stdout),
+        (1, True),
+    )
     expect("plan's schema", json.loads(plan.stdout)["schema"], 1)
     expect("plan in words", (run(command, "plan").returncode, run(command, "list").returncode), (1, 0))
     expect("python -m vllm_compat", run(python, "-m", "vllm_compat", "list").returncode, 0)
