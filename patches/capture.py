@@ -1,0 +1,89 @@
+"""Seam "capture": our worker extension instead of a copy of Llama's forward, told which rows to expect."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm_compat.errors import CompatError
+from vllm_compat.patches._generator import current_generator
+from vllm_compat.patches._names import CONSUMER, CONSUMER_EXTENSION, GENERATOR, OUR_EXTENSION, RESET, RETIRES
+from vllm_compat.registry import Patch, Rebind, Shape
+
+NONFINITE = "VLLM_COMPAT_NONFINITE"
+_call_numbers = itertools.count(1)
+
+
+def parallel_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def make(**kwargs: Any) -> Any:
+        if kwargs.get("worker_extension_cls") == CONSUMER_EXTENSION:
+            kwargs["worker_extension_cls"] = OUR_EXTENSION
+        return original(**kwargs)
+
+    return make
+
+
+def capturing_executor(original: type) -> type:
+    class CapturingExecutor(original):  # type: ignore[valid-type, misc]
+        understands_descriptions = False
+
+        def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == RESET:  # all requests of the call have been added, none is scheduled
+                kwargs["args"] = (self._call_description(),)
+            return super().collective_rpc(method, *args, **kwargs)
+
+        def _call_description(self) -> dict[str, Any]:
+            """What the workers need to know of a call: each request's rows, in the order of submission."""
+            self.call_number = next(_call_numbers)
+            requests = current_generator().scheduler.requests.values()
+            return {
+                "call": self.call_number,
+                "requests": [(request.request_id, request.num_prompt_tokens) for request in requests],
+                "describe": self.understands_descriptions,
+                "nonfinite": nonfinite_policy(),
+            }
+
+    return CapturingExecutor
+
+
+def nonfinite_policy() -> str:
+    policy = os.environ.get(NONFINITE, "error")
+    if policy not in ("error", "warn"):
+        raise CompatError(f"{NONFINITE}={policy}: expected 'error' (the default) or 'warn'")
+    return policy
+
+
+PATCH = Patch(
+    id="capture",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
+    needs=("call-boundary",),
+    targets=(
+        Rebind(module=GENERATOR, name="ParallelConfig", make=parallel_config),
+        Rebind(module=GENERATOR, name="MultiprocExecutor", make=capturing_executor),
+    ),
+    shapes=(
+        Shape(module="vllm.config.parallel", symbol="ParallelConfig", fields=("worker_extension_cls",)),
+        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.execute_model"),
+        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.get_model"),
+        Shape(module="vllm.v1.worker.gpu_input_batch", symbol="InputBatch.req_ids"),
+        Shape(module="vllm.distributed.parallel_state", symbol="get_tp_group"),
+    ),
+    symptom=(
+        "Worker failed with error ''LlamaModel' object has no attribute 'get_input_embeddings''; without an error: rows "
+        "of prompts exchanged, steps of the model's own forward left out"
+    ),
+    cause=(
+        "speculators 0.3.0 replaces the model's forward by a copy of Llama's of vLLM 0.11.0 and takes the order of rows "
+        "for the order of prompts"
+    ),
+    does=(
+        "Names our worker extension, which taps the decoder layers of the model's own forward, labels each row by "
+        "request and position from the model runner's own batch, and checks counts, coverage and values."
+    ),
+    retires=RETIRES,
+    evidence="capture",
+)

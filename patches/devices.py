@@ -1,0 +1,47 @@
+"""Seam "devices": the consumer asks CUDA for memory in the parent; ask the workers instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_compat.patches._generator import current_generator
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.registry import Patch, Rebind, Shape
+
+
+def torch_without_parent_cuda(original: Any) -> Any:
+    import wrapt
+
+    class WorkerMemory(wrapt.ObjectProxy):  # type: ignore[misc]
+        """``torch.cuda`` whose memory calls never open CUDA in this process."""
+
+        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+            """Free and total bytes of the worker that has least free (CPU: host memory divided among workers)."""
+            reports = current_generator().executor.collective_rpc("_vllm_compat_memory")
+            least = min(reports, key=lambda report: report["free"])
+            return least["free"], least["total"]
+
+        def empty_cache(self) -> None:
+            """The parent holds no device memory."""
+
+    class Torch(wrapt.ObjectProxy):  # type: ignore[misc]
+        cuda = WorkerMemory(original.cuda)
+
+    return Torch(original)
+
+
+PATCH = Patch(
+    id="devices",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    needs=("call-boundary", "capture"),
+    targets=(Rebind(module=GENERATOR, name="torch", make=torch_without_parent_cuda),),
+    shapes=(Shape(module=GENERATOR, symbol="torch"),),
+    symptom=(
+        "AssertionError: Torch not compiled with CUDA enabled, or RuntimeError: Found no NVIDIA driver; with a GPU: a "
+        "CUDA context of the parent on GPU 0, and 'Cannot re-initialize CUDA in forked subprocess' for the next generator"
+    ),
+    cause="VllmHiddenStatesGenerator calls torch.cuda.mem_get_info and empty_cache in the parent (vllm#12754)",
+    does="Answers mem_get_info from the workers (the least of them) and makes empty_cache a no-op in the parent.",
+    retires=RETIRES,
+    evidence="devices",
+)

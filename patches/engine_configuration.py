@@ -1,0 +1,77 @@
+"""Seam "engine configuration": the settings that extraction needs and that the consumer does not give."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm_compat.errors import CompatError
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.registry import Patch, Rebind, Shape
+
+STEP_TOKENS = "VLLM_COMPAT_STEP_TOKENS"
+
+
+def scheduler_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    accepted = inspect.signature(original).parameters
+
+    @functools.wraps(original, updated=())
+    def make(**kwargs: Any) -> Any:
+        # Chunks of a prompt would be labelled rightly too; whole prompts spare the paged read of earlier chunks.
+        ours: dict[str, Any] = {"is_encoder_decoder": False, "async_scheduling": False, "enable_chunked_prefill": False}
+        if budget := os.environ.get(STEP_TOKENS):
+            if not budget.isdigit() or int(budget) < kwargs.get("max_num_seqs", 1):
+                raise CompatError(
+                    f"{STEP_TOKENS}={budget}: expected a whole number of tokens per step, at least the "
+                    f"{kwargs.get('max_num_seqs', 1)} prompts that share a step"
+                )
+            ours |= {"max_num_batched_tokens": int(budget), "enable_chunked_prefill": True}
+        kwargs |= {name: value for name, value in ours.items() if name in accepted}
+        return original(**kwargs)
+
+    return make
+
+
+def cache_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def make(**kwargs: Any) -> Any:
+        # A hit in the prefix cache makes vLLM skip those tokens: their rows would never be computed.
+        return original(**{**kwargs, "enable_prefix_caching": False})
+
+    return make
+
+
+PATCH = Patch(
+    id="engine-configuration",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    targets=(
+        Rebind(module=GENERATOR, name="SchedulerConfig", make=scheduler_config),
+        Rebind(module=GENERATOR, name="CacheConfig", make=cache_config),
+    ),
+    shapes=(
+        Shape(
+            module="vllm.config.scheduler",
+            symbol="SchedulerConfig",
+            fields=("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "async_scheduling"),
+        ),
+        Shape(module="vllm.config.cache", symbol="CacheConfig", fields=("enable_prefix_caching",)),
+    ),
+    symptom=(
+        "pydantic ValidationError: 1 validation error for SchedulerConfig / is_encoder_decoder / Field required; "
+        "without an error: rows missing after a prefix-cache hit, rows cut at the step budget"
+    ),
+    cause=(
+        "vLLM 0.12 made is_encoder_decoder required and turned prefix caching on by default; 0.11.1 turned chunked "
+        "prefill on; 0.14 asynchronous scheduling (vllm/config/scheduler.py, cache.py)"
+    ),
+    does=(
+        "Passes is_encoder_decoder=False, enable_prefix_caching=False, async_scheduling=False and "
+        "enable_chunked_prefill=False where the release has the setting. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of "
+        "one step (device memory) and turns chunked prefill on."
+    ),
+    retires=RETIRES,
+    evidence="engine-configuration",
+)

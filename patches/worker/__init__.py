@@ -1,0 +1,1 @@
+"""What runs inside vLLM's worker processes. Nothing here imports the consumer."""

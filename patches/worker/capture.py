@@ -1,0 +1,213 @@
+"""Capture: from the taps of each step to the rows of a whole call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from vllm_compat.patches.worker.call import CallBook
+from vllm_compat.patches.worker.labels import step_labels
+from vllm_compat.patches.worker.rows import HostRows
+from vllm_compat.patches.worker.taps import decoder_layers, tap
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("vllm_compat")
+
+
+class WorkerError(RuntimeError):
+    """An error of the model's forward, with the traceback of the worker in its text.
+
+    vLLM sends the parent only the text of a worker's exception (``WorkerProc.enqueue_output``).
+    """
+
+
+class Capture:
+    """One worker's side of the extraction. Rank 0 of the tensor-parallel group keeps rows; the others only report."""
+
+    def __init__(self, worker: Any, layer_ids: list[int]) -> None:
+        if not layer_ids:
+            raise ValueError("vllm_compat: layer_ids is empty: expected at least one decoder layer")
+        self.layer_ids = sorted(set(layer_ids))
+        self.rank = worker.rank
+        self._runner = worker.model_runner
+        self._keeps_rows = _is_first_rank(worker)
+        self._book: CallBook | None = None
+        self._error: BaseException | None = None
+        self._step: dict[int, torch.Tensor] | None = None
+        self._host = HostRows()
+        self._copies = Copies()
+        if self._keeps_rows:
+            layers = decoder_layers(self._runner.get_model(), _number_of_layers(worker))
+            tap(layers, self.layer_ids, self._keep)
+        self._watch_steps()
+
+    def _watch_steps(self) -> None:
+        """Stand around this worker's ``model_runner.execute_model`` (this instance only)."""
+        run = self._runner.execute_model
+
+        @functools.wraps(run)
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._step = {}
+            try:
+                output = run(scheduler_output, *args, **kwargs)
+            except Exception as error:
+                self._step = None
+                raise WorkerError(
+                    f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} (process {os.getpid()}) "
+                    f"---\n{traceback.format_exc()}--- end of the worker's traceback ---"
+                ) from error
+            step, self._step = self._step, None
+            if self._keeps_rows and self._book is not None and self._error is None:
+                try:
+                    self._end_step(self._book, step, scheduler_output)
+                except Exception as error:
+                    # Raised when the call ends: all ranks go on alike, so that none waits for another.
+                    self._error = error
+            return output
+
+        self._runner.execute_model = execute_model
+
+    def _keep(self, layer_id: int, rows: torch.Tensor) -> None:
+        if self._step is None or self._book is None:  # warm-up
+            return
+        if layer_id in self._step:
+            raise RuntimeError(f"vllm_compat: decoder layer {layer_id} ran twice in one step; its rows are not guessed")
+        self._step[layer_id] = rows
+
+    def _end_step(self, book: CallBook, step: dict[int, torch.Tensor], scheduler_output: Any) -> None:
+        scheduled = scheduler_output.total_num_scheduled_tokens
+        if not scheduled:
+            return
+        for layer_id in self.layer_ids:
+            got = step[layer_id].shape[0] if layer_id in step else 0
+            if got < scheduled:  # more rows are padding behind the batch
+                ids = ", ".join(book.name(i) for i in scheduler_output.num_scheduled_tokens)
+                raise RuntimeError(f"vllm_compat: layer {layer_id}: expected {scheduled} rows of {ids}, got {got}")
+        spans = book.place(step_labels(self._runner, scheduler_output))
+        if self._host.rows is None:
+            self._host.resize(len(self.layer_ids), book.tokens, step[self.layer_ids[0]])
+            self._copies.begin(self._host, len(self.layer_ids), step[self.layer_ids[0]])
+        self._copies.add([step[layer_id][:scheduled] for layer_id in self.layer_ids], spans)
+
+    def begin_call(self, call: dict[str, Any]) -> None:
+        self._call = call
+        self._error = None
+        self._host.rows = None
+        self._book = CallBook(call["requests"])
+
+    def hand_over(self) -> Any:
+        """End the call.
+
+        Returns:
+            where ``call["describe"]``: the description of the shared memory (``HostRows.description``) with ``call``
+            and ``warnings``; else one CPU tensor ``[tokens, hidden]`` per layer, in model order of the layers.
+
+        Raises:
+            RuntimeError: rows are missing, not finite, or a layer holds one single value; the first error of the call.
+        """
+        book, self._book = self._book, None
+        if book is None:
+            raise RuntimeError("vllm_compat: _get_captured_states without _reset_capture before it")
+        if self._error is not None:
+            raise self._error
+        book.check_complete()
+        warnings = self._check_values(book)
+        if not self._call["describe"]:
+            return self.rows_by_value()
+        return self._host.description() | {"call": self._call["call"], "warnings": warnings}
+
+    def _check_values(self, book: CallBook) -> list[str]:
+        import torch
+
+        assert self._host.rows is not None
+        faults = []
+        for layer_id, rows, low, high in zip(self.layer_ids, self._host.rows, *self._copies.finish(), strict=True):
+            if not (low > -float("inf") and high < float("inf")):  # also false for NaN
+                bad = (~torch.isfinite(rows)).any(dim=-1).nonzero()[:, 0]
+                name, position = book.owner(int(bad[0]))
+                faults.append(
+                    f"{name}, position {position}, layer {layer_id}: hidden state is not finite ({len(bad)} such rows)"
+                )
+            elif low == high and book.tokens > 1:
+                faults.append(f"layer {layer_id}: all {book.tokens} rows hold the single value {low}")
+        if faults and self._call["nonfinite"] == "error":
+            raise RuntimeError(
+                "vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows."
+            )
+        return [f"vllm_compat: {fault}" for fault in faults]
+
+    def rows_by_value(self) -> list[Any]:
+        assert self._host.rows is not None
+        return [rows.clone() for rows in self._host.rows]
+
+
+class Copies:
+    """Copies of step rows to the host, on a stream of their own where there is a GPU, and their extreme values."""
+
+    def begin(self, host: HostRows, layers: int, like: torch.Tensor) -> None:
+        import torch
+
+        self._host = host
+        self._overlap = like.device.type == "cuda" and host.is_pinned
+        if self._overlap and not hasattr(self, "_stream"):
+            self._stream = torch.cuda.Stream(like.device)
+        self._low = torch.full((layers,), float("inf"), device=like.device)
+        self._high = torch.full((layers,), -float("inf"), device=like.device)
+
+    def add(self, layers: list[torch.Tensor], spans: list[Any]) -> None:
+        """layers: the step's rows ``[tokens, hidden]`` per layer; spans: where they go."""
+        import torch
+
+        assert self._host.rows is not None
+        extremes = [torch.aminmax(rows) for rows in layers]  # NaN anywhere makes both NaN
+        self._low = torch.minimum(self._low, torch.stack([low for low, _ in extremes]))
+        self._high = torch.maximum(self._high, torch.stack([high for _, high in extremes]))
+        if not self._overlap:
+            self._copy(layers, spans, wait=True)
+            return
+        # The last step's copies end before this step's begin, so device memory holds the rows of two steps at most.
+        self._stream.synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(layers, spans, wait=False)
+        for rows in layers:
+            rows.record_stream(self._stream)
+
+    def _copy(self, layers: list[torch.Tensor], spans: list[Any], *, wait: bool) -> None:
+        assert self._host.rows is not None
+        for target, rows in zip(self._host.rows, layers, strict=True):
+            for span in spans:
+                target[span.target : span.target + span.count].copy_(
+                    rows[span.source : span.source + span.count], non_blocking=not wait
+                )
+
+    def finish(self) -> tuple[list[float], list[float]]:
+        """Wait for the copies; the smallest and the largest value of each layer over the call."""
+        if self._overlap:
+            self._stream.synchronize()
+        return self._low.tolist(), self._high.tolist()
+
+
+def _is_first_rank(worker: Any) -> bool:
+    """Only settings under which each rank holds the whole residual stream are accepted.
+
+    Raises:
+        ValueError: pipeline parallelism, or sequence parallelism of mixture-of-experts layers.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    parallel = worker.vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError("vllm_compat: pipeline parallelism splits the layers; expected pipeline_parallel_size=1")
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        raise ValueError("vllm_compat: sequence-parallel MoE splits the rows between ranks; turn expert parallelism off")
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def _number_of_layers(worker: Any) -> int:
+    return int(worker.vllm_config.model_config.hf_text_config.num_hidden_layers)

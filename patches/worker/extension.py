@@ -1,0 +1,73 @@
+"""The worker extension that vLLM mixes into its worker class (``ParallelConfig.worker_extension_cls``).
+
+It answers the consumer's three calls (``_setup_hidden_states_capture``, ``_reset_capture``, ``_get_captured_states``)
+and ours. It does not import the consumer: a worker needs nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import vllm_compat
+from vllm_compat.patches.worker.capture import Capture
+from vllm_compat.patches.worker.fingerprint import EXPECTED, fingerprint
+from vllm_compat.patches.worker.memory import memory_report
+
+__all__ = ["HiddenStatesWorkerExtension"]
+
+if os.environ.get(EXPECTED, fingerprint()) != fingerprint():
+    # vLLM imports this module before it builds the worker, so nothing has been loaded yet.
+    raise RuntimeError(
+        f"vllm_compat: this worker (process {os.getpid()}) would run files {fingerprint()} from "
+        f"{os.path.dirname(vllm_compat.__file__)}, its parent has {os.environ[EXPECTED]}. Make both use one "
+        "installation (PYTHONPATH, virtual environment) and start again."
+    )
+
+
+class HiddenStatesWorkerExtension:
+    """Mixed into vLLM's worker; ``rank``, ``model_runner`` and ``vllm_config`` are the worker's own."""
+
+    def _setup_hidden_states_capture(self, layer_ids: list[int]) -> None:
+        """Tap the layers of the loaded model.
+
+        Args:
+            layer_ids: decoder layer numbers; each tap gives the layer's output, residual added, before the final norm.
+
+        Raises:
+            ValueError: the model is not one whose residual stream is understood.
+        """
+        self._vllm_compat_capture = Capture(self, layer_ids)
+
+    def _reset_capture(self, call: dict[str, Any]) -> None:
+        """Begin a call.
+
+        Args:
+            call: ``call`` (its number), ``requests`` (list of request id and number of prompt tokens, in the order of
+                submission), ``describe`` (the parent maps our memory), ``nonfinite`` ("error" or "warn").
+        """
+        self._vllm_compat_capture.begin_call(call)
+
+    def _get_captured_states(self) -> Any:
+        """End a call: check that every row has come, and hand over (rank 0).
+
+        Returns:
+            a description of the shared memory, or the rows themselves: see ``Capture.hand_over``.
+        """
+        return self._vllm_compat_capture.hand_over()
+
+    def _vllm_compat_rows_by_value(self) -> list[Any]:
+        """The rows of the call that has just been handed over, as CPU tensors ``[tokens, hidden]``, one per layer."""
+        return self._vllm_compat_capture.rows_by_value()
+
+    def _vllm_compat_memory(self) -> dict[str, int | None]:
+        return memory_report(self)
+
+    def _vllm_compat_report(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,  # type: ignore[attr-defined]
+            "route": "worker extension",
+            "version": vllm_compat.__version__,
+            "fingerprint": fingerprint(),
+        }

@@ -1,0 +1,27 @@
+"""One hash over the files of this package, so that parent and workers can tell that they run the same code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import vllm_compat
+import vllm_compat.patches
+
+EXPECTED = "VLLM_COMPAT_EXPECTED_FINGERPRINT"
+"""Environment variable through which the parent tells its workers what to expect."""
+
+
+@functools.cache
+def fingerprint() -> str:
+    """SHA-256 (first 16 hex digits) over names and contents of the package's Python files."""
+    digest = hashlib.sha256()
+    for package in (vllm_compat, vllm_compat.patches):
+        for folder in sorted(package.__path__):
+            files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.py")}
+            for name in sorted(files):
+                if package is vllm_compat and name.startswith("patches/"):
+                    continue  # an installed wheel has them below the package, a source tree beside it
+                digest.update(f"{package.__name__}/{name}\0".encode() + files[name].read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Seam "workers": a start method that works, and proof that the extension in each worker is ours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_compat import ledger
+from vllm_compat.errors import CompatError
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.patches.worker.fingerprint import EXPECTED, fingerprint
+from vllm_compat.registry import Patch, Rebind, Shape
+
+log = logging.getLogger("vllm_compat")
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def proven_executor(original: type) -> type:
+    class ProvenExecutor(original):  # type: ignore[valid-type, misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Read by the extension when the worker imports it, which is before the worker loads the model.
+            with _environment({EXPECTED: fingerprint(), **_start_method()}):
+                super().__init__(*args, **kwargs)
+            try:
+                self._check_workers()
+            except BaseException:
+                self.shutdown()
+                raise
+
+        def _check_workers(self) -> None:
+            """Every rank answers for itself.
+
+            Raises:
+                CompatError: a worker without our extension, or with other files than this process has.
+            """
+            expected = fingerprint()
+            reports = self.collective_rpc("_vllm_compat_report")
+            ranks = sorted(report["rank"] for report in reports)
+            if ranks != list(range(self.world_size)):
+                raise CompatError(
+                    f"vllm_compat: expected reports of the worker ranks 0 to {self.world_size - 1}, got {ranks}"
+                )
+            for report in reports:
+                if report["fingerprint"] != expected:
+                    raise CompatError(
+                        f"vllm_compat: worker rank {report['rank']} (process {report['pid']}) runs vllm_compat "
+                        f"{report['version']} with files {report['fingerprint']}, this process has {expected}. "
+                        "Make both use one installation (PYTHONPATH, virtual environment) and start again."
+                    )
+                ledger.add_worker(report)
+
+    return ProvenExecutor
+
+
+def _start_method() -> dict[str, str]:
+    """Spawn where this process has opened a CUDA driver, since forked children could not use theirs.
+
+    vLLM itself looks at ``torch.cuda.is_initialized()``, which is False after a mere question for the device count
+    although the driver is open (vllm#12754). Open driver files tell without touching CUDA.
+    """
+    if not _cuda_driver_is_open():
+        return {}
+    chosen = os.environ.get(START_METHOD)
+    if chosen == "fork":
+        raise CompatError(
+            f"vllm_compat: {START_METHOD}=fork, but this process has already opened CUDA (torch.cuda or "
+            "torch.accelerator was asked for devices), and forked workers could not. Unset it or set it to 'spawn'."
+        )
+    if chosen is None:
+        log.warning("vllm_compat: CUDA is already open in this process: workers are spawned, not forked")
+    return {START_METHOD: "spawn"}
+
+
+def _cuda_driver_is_open() -> bool:
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:  # not Linux, where vLLM has no CUDA workers
+        return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+PATCH = Patch(
+    id="workers",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    needs=("call-boundary", "capture"),
+    targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=proven_executor),),
+    shapes=(
+        Shape(module="vllm.v1.executor.multiproc_executor", symbol="MultiprocExecutor.__init__"),
+        Shape(module="vllm.v1.executor.multiproc_executor", symbol="MultiprocExecutor.shutdown"),
+    ),
+    symptom=(
+        "Cannot re-initialize CUDA in forked subprocess; without an error: wrong rows, because a spawned worker does "
+        "not have what was patched in the parent only"
+    ),
+    cause="vLLM starts workers by fork or spawn depending on the platform and on what ran before (vllm#12754, #18326)",
+    does=(
+        "Spawns workers where CUDA is already open in the parent; each worker compares its vllm_compat files with the "
+        "parent's before it loads the model, and reports process, rank and files to the parent, which checks them."
+    ),
+    retires=RETIRES,
+    evidence="workers",
+)
