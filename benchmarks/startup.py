@@ -1,0 +1,117 @@
+"""What vllm_compat costs at start-up, in fresh interpreters: medians and ratios.
+
+- `import`: Python with `import vllm_compat` against bare Python. Budget: 15 ms more.
+- `apply`: plan and apply every patch that applies here, in a process that has already imported the consumer: the
+  price on top of that import, without the import's own noise of hundreds of milliseconds. Budget: 50 ms.
+- `consumer`: the same in the usual order, `import vllm_compat` first, as a ratio of whole processes.
+
+`apply` and `consumer` need the consumer and a vLLM in the environment and are left out where they are missing.
+Run as ``python benchmarks/startup.py [--json]``; the exit code is 1 where a budget is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+CONSUMER = "speculators.data_generation.vllm_hidden_states_generator"
+BARE = "pass"
+IMPORT = "import vllm_compat"
+# `require` raises where a patch is missing, so a number without the patches is never reported.
+APPLY = f"""
+import time
+import {CONSUMER}
+begin = time.perf_counter()
+import vllm_compat
+end = time.perf_counter()
+vllm_compat.require()
+print((end - begin) * 1000)
+"""
+CONSUMER_ALONE = f"import {CONSUMER}"
+CONSUMER_PATCHED = f"import vllm_compat\nimport {CONSUMER}\nvllm_compat.require()"
+BUDGETS = {"import": 15.0, "apply": 50.0}
+
+
+def run(code: str) -> tuple[float, str]:
+    """Wall milliseconds of a fresh interpreter that runs `code`, and what it printed last."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_COMPAT")}
+    env.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    wall = (time.perf_counter() - begin) * 1000
+    if done.returncode:
+        raise SystemExit(f"failed: python -c {code!r}\n{done.stderr}")
+    lines = done.stdout.split("\n")
+    return wall, lines[-2] if len(lines) > 1 else ""
+
+
+def compare(base: str, other: str, rounds: int) -> dict[str, float]:
+    """Runs both in turn, so that a drift of the machine meets both alike; the first pair only warms the caches."""
+    pairs = [(run(base)[0], run(other)[0]) for _ in range(rounds + 1)][1:]
+    return {
+        "base_ms": statistics.median(first for first, _ in pairs),
+        "with_ms": statistics.median(second for _, second in pairs),
+        "more_ms": statistics.median(second - first for first, second in pairs),
+        "ratio": statistics.median(second / first for first, second in pairs),
+        "rounds": rounds,
+    }
+
+
+def measure(rounds: int, consumer_rounds: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"python": sys.version.split()[0], "import": compare(BARE, IMPORT, rounds)}
+    if all(importlib.util.find_spec(name) for name in ("speculators", "vllm")):
+        times = [float(run(APPLY)[1]) for _ in range(consumer_rounds + 1)][1:]
+        result["apply"] = {
+            "more_ms": statistics.median(times),
+            "most_ms": max(times),
+            "rounds": consumer_rounds,
+        }
+        result["consumer"] = compare(CONSUMER_ALONE, CONSUMER_PATCHED, consumer_rounds)
+    result["over_budget"] = [
+        name for name, budget in BUDGETS.items() if name in result and result[name]["more_ms"] > budget
+    ]
+    return result
+
+
+def as_text(result: dict[str, Any]) -> str:
+    lines = [f"Python {result['python']}; medians of fresh interpreters"]
+    for name in ("import", "apply", "consumer"):
+        if name not in result:
+            lines.append(f"{name:9} not measured: needs speculators and vllm in this environment")
+            continue
+        row = result[name]
+        text = f"{name:9} {row['more_ms']:+9.1f} ms"
+        if "ratio" in row:
+            text += f"  ratio {row['ratio']:.3f}  ({row['base_ms']:.1f} -> {row['with_ms']:.1f} ms)"
+        if name in BUDGETS:
+            text += f"  budget {BUDGETS[name]:.0f} ms"
+        lines.append(f"{text}  rounds {row['rounds']}")
+    lines.append(f"over budget: {', '.join(result['over_budget']) or 'nothing'}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="What vllm_compat costs at start-up.")
+    parser.add_argument(
+        "--rounds", type=int, default=21, help="pairs of interpreters for `import` (default 21)"
+    )
+    parser.add_argument(
+        "--consumer-rounds", type=int, default=5, help="the same with the consumer (default 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    args = parser.parse_args(arguments)
+    result = measure(args.rounds, args.consumer_rounds)
+    print(json.dumps(result) if args.json else as_text(result))
+    return 1 if result["over_budget"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
