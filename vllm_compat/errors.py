@@ -1,0 +1,17 @@
+"""What can go wrong, for people: every text says what is wrong, what was expected and what to do."""
+
+
+class CompatError(RuntimeError):
+    """The consumer cannot be made to work here, or was not. Base of everything this package raises.
+
+    Deliberately not an ImportError: code that treats a consumer as optional (`try: import ...; except
+    ImportError`) must not swallow it and carry on with something half working.
+    """
+
+
+class PlanError(CompatError):
+    """What is installed cannot be patched: a version, a missing package, a shape, a bad record, a bad switch."""
+
+
+class PatchError(CompatError):
+    """The plan was good and applying it failed, or it came too late. Everything was rolled back."""
