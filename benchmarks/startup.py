@@ -5,7 +5,7 @@
   the price on top of that import, without the import's own noise of hundreds of milliseconds. Budget: 50 ms.
 - `consumer`: the same in the usual order, `import vllm_compat` first, as a ratio of whole processes.
 
-`apply` and `consumer` need the consumer and a vLLM in the environment; where they are missing they are left out.
+`apply` and `consumer` need the consumer and a vLLM in the environment, and are left out without them.
 Run as ``python benchmarks/startup.py [--json]``; the exit code is 1 where a budget is exceeded.
 """
 
@@ -54,7 +54,7 @@ def run(code: str) -> tuple[float, str]:
 
 
 def compare(base: str, other: str, rounds: int) -> dict[str, float]:
-    """Runs both in turn, so that a drift of the machine meets both alike; the first pair only warms caches."""
+    """Runs both in turn, so that a drift of the machine meets both alike; the first only warms caches."""
     pairs = [(run(base)[0], run(other)[0]) for _ in range(rounds + 1)][1:]
     return {
         "base_ms": statistics.median(first for first, _ in pairs),
