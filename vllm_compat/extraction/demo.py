@@ -2,8 +2,8 @@
 
 A tiny random-weight chat model and a small conversation data set are made in a temporary folder; then
 speculators' own, unmodified preprocessing and generator run as its offline script runs them. The files that
-came out are read back and compared with a Hugging Face forward pass of each prompt alone. Nothing is downloaded
-and nothing outside the folder is written.
+came out are read back and compared with a Hugging Face forward pass of each prompt alone. Nothing is
+downloaded and nothing outside the folder is written.
 
 `run` does it and returns a `Verdict`; `main` is the command. Progress goes to stderr, the verdict to stdout.
 """
@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class Verdict:
             f"ran on     {self.device}, tensor parallel {self.tensor_parallel_size}, {self.dtype}",
             f"patches    {len(self.patches)} applied: {', '.join(self.patches) or 'none'}",
             f"samples    {self.samples} with {self.tokens} tokens, at most {self.largest_batch} in one call",
-            f"speed      {self.tokens_per_second:.0f} tokens/s (a tiny model: nothing to compare with a real one)",
+            f"speed      {self.tokens_per_second:.0f} tokens/s (a tiny model: no real one is as fast)",
             "compared   every row read back from the files with Hugging Face's forward of its prompt alone",
             "",
             self.report.as_text(),
@@ -135,7 +136,7 @@ class Verdict:
         ]
         if margin is not None:
             lines.append(
-                f"Worst margin {margin:.3f}: 1 is perfect; at 0 a row is as near to a wrong place as to its own."
+                f"Worst margin {margin:.3f} (1 is perfect, at 0 a row is as near to a wrong place as to its own)."
             )
         if self.folder is not None:
             lines.append(f"Files kept in {self.folder}")
@@ -242,7 +243,7 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
 
 
 def _prepare(options: Options) -> str:
-    """Set what a run without network on a small machine needs, where the user has not; returns the device type.
+    """Set what a run without network on a small machine needs, if the user has not; returns the device type.
 
     Before vLLM and the Hugging Face libraries are imported: they read these once. The workers inherit them.
     """
@@ -265,10 +266,11 @@ def _prepare(options: Options) -> str:
 
 
 def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[list[int], float]:
-    """Run the generator over `dataset` and write `out/data_N.pt`, in the format of the consumer's v0.3.0 script.
+    """Run the generator over `dataset` and write `out/data_N.pt` in the format of the consumer's own script.
 
-    Each file is a dict of `input_ids` (long [tokens]), `hidden_states` (per layer a contiguous [tokens, hidden])
-    and `loss_mask` (long [tokens]). Returns the tokens of each call and the seconds spent in all of them.
+    Each file is a dict of `input_ids` (long [tokens]), `hidden_states` (a list with a contiguous
+    [tokens, hidden] per layer) and `loss_mask` (long [tokens]). Returns the tokens of each call and the seconds
+    spent in all of them.
     """
     import torch
 
@@ -327,9 +329,7 @@ def _read_back(
     found = {path.name for path in out.glob("*.pt")}
     expected = {f"data_{number}.pt" for number in range(len(dataset))}
     if found != expected:
-        problems.append(
-            f"files differ from data_0.pt to data_{len(dataset) - 1}.pt: {sorted(found ^ expected)}"
-        )
+        problems.append(f"missing or unexpected files: {', '.join(sorted(found ^ expected))}")
     for number in range(len(dataset)):
         name, row = f"data_{number}.pt", dataset[number]
         prompt = row["input_ids"][: seq_length - 1]
@@ -473,10 +473,12 @@ def main(args: argparse.Namespace) -> int:
         verdict = run(options)
     except Exception as error:  # noqa: BLE001 - whatever stops vLLM is the answer, also in JSON
         if args.json:
-            print(
-                json.dumps({"schema": 1, "ok": False, "error": f"{type(error).__name__}: {error}"}, indent=2)
-            )
-        print(f"vllm-compat demo: {type(error).__name__}: {error}", file=sys.stderr)
+            print(json.dumps({"schema": 1, "ok": False, "error": f"{type(error).__name__}: {error}"}))
+        if options.verbose:
+            traceback.print_exc()
+        _say(f"vllm-compat demo: {type(error).__name__}: {error}")
+        if not options.verbose:
+            _say("--verbose shows where, with vLLM's own log lines.")
         return 1
     print(json.dumps(verdict.as_dict(), indent=2) if args.json else verdict.as_text())
     return 0 if verdict.ok else 1
