@@ -1,0 +1,179 @@
+"""Parts of the worker extension on their own: taps, labels, host memory, reply shape."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_compat.patches.hand_over import rows_in
+from vllm_compat.patches.reply_shape import list_of_one_reply
+from vllm_compat.patches.worker.labels import Label, step_labels
+from vllm_compat.patches.worker.rows import HostMemory, HostRows
+from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
+
+
+def test_residual_stream_is_the_sum_of_a_pair_and_owns_its_memory() -> None:
+    hidden, residual = torch.ones(3, 2), torch.full((3, 2), 2.0)
+    stream = residual_stream("Layer", (hidden, residual))
+    hidden.zero_()
+    residual.zero_()
+    assert stream.tolist() == [[3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_residual_stream_without_residual_is_a_copy(pair: bool) -> None:
+    hidden = torch.ones(3, 2)
+    stream = residual_stream("Layer", (hidden, None) if pair else hidden)
+    hidden.zero_()
+    assert stream.tolist() == [[1.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "output", [(torch.ones(3, 2), torch.ones(3, 1)), (torch.ones(3, 2),) * 3, [torch.ones(3, 2)], None, (None, None)]
+)
+def test_an_output_of_unknown_form_is_refused(output: Any) -> None:
+    with pytest.raises(TypeError, match="decoder layer MyLayer returned .* not understood"):
+        residual_stream("MyLayer", output)
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers))
+
+
+def test_decoder_layers_are_found_in_plain_and_wrapped_models() -> None:
+    plain = SimpleNamespace(model=Stack(4))
+    assert decoder_layers(plain, 4) is plain.model.layers
+    wrapped = SimpleNamespace(visual=Stack(4), get_language_model=lambda: plain)
+    assert decoder_layers(wrapped, 4) is plain.model.layers
+
+
+def test_a_model_without_decoder_layers_is_refused_by_name() -> None:
+    class Strange:
+        model = Stack(3)
+
+    with pytest.raises(ValueError, match=r"model class Strange .* no list of 4 decoder layers .* model.layers \(has 3\)"):
+        decoder_layers(Strange(), 4)
+
+
+def test_taps_do_not_change_the_forward_and_can_be_removed() -> None:
+    stack, seen = Stack(3), []
+    handles = tap(stack.layers, [0, 2], lambda layer, rows: seen.append((layer, rows)))
+    value = torch.ones(2, 2)
+    assert stack.layers[2](value) is value
+    for handle in handles:
+        handle.remove()
+    stack.layers[2](value)
+    assert [layer for layer, _ in seen] == [2]
+
+
+def batch(ids: list[str], computed: list[int]) -> SimpleNamespace:
+    # The batch keeps room for more requests than it holds.
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=[*ids, "left over"], num_reqs=len(ids), num_computed_tokens_cpu=[*computed, 99]
+        )
+    )
+
+
+def scheduled(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int]]) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_scheduled_tokens={name: count for name, (_, count) in (new | cached).items()},
+        scheduled_new_reqs=[SimpleNamespace(req_id=n, num_computed_tokens=at) for n, (at, _) in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[at for at, _ in cached.values()]
+        ),
+    )
+
+
+def test_labels_follow_the_runners_batch_not_the_scheduler() -> None:
+    step = scheduled(new={"b0": (0, 5), "b1": (0, 7)}, cached={"a3": (192, 8)})
+    assert step_labels(batch(["b0", "b1", "a3"], [0, 0, 192]), step) == [
+        Label("b0", 0, 5),
+        Label("b1", 0, 7),
+        Label("a3", 192, 8),
+    ]
+
+
+def test_labels_refuse_a_batch_that_differs_from_the_step() -> None:
+    step = scheduled(new={"a": (0, 5)}, cached={})
+    with pytest.raises(RuntimeError, match="the batch holds"):
+        step_labels(batch(["a", "b"], [0, 0]), step)
+    with pytest.raises(RuntimeError, match="request a: the model runner is at token 3"):
+        step_labels(batch(["a"], [3]), step)
+    with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        step_labels(SimpleNamespace(), step)
+
+
+def test_host_memory_has_no_name_and_is_private() -> None:
+    before = set(os.listdir("/dev/shm"))
+    memory = HostMemory(1 << 16)
+    assert memory.fd is not None
+    assert os.fstat(memory.fd).st_mode & 0o777 == 0o600
+    assert os.fstat(memory.fd).st_nlink == 0
+    assert set(os.listdir("/dev/shm")) == before
+    memory.close()
+
+
+def test_host_memory_without_memfd_still_holds_rows_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> int:
+        raise PermissionError("memfd_create refused")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    host = HostRows()
+    host.resize(1, 4, torch.ones(1, 8)).fill_(2.0)
+    description = host.description()
+    assert description["fd"] is None
+    assert "memfd_create refused" in description["why_not_shared"]
+    assert host.rows is not None
+    assert host.rows.sum() == 64
+
+
+def test_no_room_is_an_error_text_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    memory = HostMemory(1 << 16)
+    assert memory.fd is None
+    assert "No space left" in str(memory.why_not_shared)
+
+
+def test_host_rows_grow_and_are_used_again() -> None:
+    host = HostRows()
+    host.resize(2, 8, torch.ones(1, 4, dtype=torch.bfloat16))
+    first = host.description()
+    host.resize(2, 4, torch.ones(1, 4, dtype=torch.bfloat16))
+    assert host.description()["fd"] == first["fd"]
+    assert host.description()["shape"] == (2, 4, 4)
+    host.resize(2, 64, torch.ones(1, 4, dtype=torch.bfloat16))
+    assert host.description()["bytes"] > first["bytes"]
+    host.release()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first["fd"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_parent_reads_the_very_bytes(dtype: torch.dtype) -> None:
+    host = HostRows()
+    want = torch.randn(2, 5, 3).to(dtype)
+    host.resize(2, 5, want).copy_(want)
+    assert host.memory is not None
+    description = host.description()
+    got = rows_in(host.memory.memory, description["shape"], description["dtype"])
+    assert torch.equal(torch.stack(got), want)
+
+
+def test_reply_shape_accepts_a_bare_list_and_a_list_of_one_list() -> None:
+    layers = [torch.ones(3, 2), torch.zeros(3, 2)]
+    assert list_of_one_reply(layers) == [layers]
+    assert list_of_one_reply([layers]) == [layers]
+    single = [torch.ones(3, 2)]
+    assert list_of_one_reply(single)[0] is single
+    assert list_of_one_reply(None) == [None]
+    assert list_of_one_reply([None]) == [None]
