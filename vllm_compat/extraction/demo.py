@@ -136,7 +136,7 @@ class Verdict:
         ]
         if margin is not None:
             lines.append(
-                f"Worst margin {margin:.3f} (1 is perfect, at 0 a row is as near to a wrong place as to its own)."
+                f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row is as near to a wrong place as to its."
             )
         if self.folder is not None:
             lines.append(f"Files kept in {self.folder}")
@@ -269,8 +269,8 @@ def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[
     """Run the generator over `dataset` and write `out/data_N.pt` in the format of the consumer's own script.
 
     Each file is a dict of `input_ids` (long [tokens]), `hidden_states` (a list with a contiguous
-    [tokens, hidden] per layer) and `loss_mask` (long [tokens]). Returns the tokens of each call and the seconds
-    spent in all of them.
+    [tokens, hidden] per layer) and `loss_mask` (long [tokens]). Returns the tokens of each call and the
+    seconds spent in all of them.
     """
     import torch
 
