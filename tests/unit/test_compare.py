@@ -61,9 +61,8 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
         assert layer.rows == report.rows
         assert 0 < layer.max_relative_error < layer.tolerance
         assert layer.min_cosine > 0.999
-        assert (layer.not_finite, layer.outside, layer.misplaced, layer.wrong_layer, layer.undecided) == (
-            0,
-        ) * 5
+        faults = (layer.not_finite, layer.outside, layer.misplaced, layer.wrong_layer, layer.undecided)
+        assert faults == (0, 0, 0, 0, 0)
     assert report.as_dict()["ok"] is True
     assert "problem" not in report.as_text()
 
