@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 CONSUMER = "speculators.data_generation.vllm_hidden_states_generator"
@@ -44,8 +45,12 @@ def run(code: str) -> tuple[float, str]:
     """Wall milliseconds of a fresh interpreter that runs `code`, and what it printed last."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_COMPAT")}
     env.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    command = [sys.executable, "-c", code]
+    here = Path(
+        __file__
+    ).parent  # `-c` puts the working folder first, and the installed package is what counts
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, cwd=here, capture_output=True, text=True, check=False)
     wall = (time.perf_counter() - begin) * 1000
     if done.returncode:
         raise SystemExit(f"failed: python -c {code!r}\n{done.stderr}")
