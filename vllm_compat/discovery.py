@@ -1,9 +1,9 @@
 """Which packages bring patches, read from installed metadata without importing any of them.
 
 `importlib.metadata` would answer the same question, but importing it costs more than everything else that
-`import vllm_compat` does, and at that moment only the consumers' names are wanted. So the few lines that matter
-are read here: `entry_points.txt` of each `*.dist-info` (or `*.egg-info`) folder on sys.path; a distribution that
-is there twice counts once, the first on the path, as importing would. Metadata inside zip files is not seen.
+`import vllm_compat` does, and at that moment only the consumers' names are wanted. So the few lines that
+matter are read here: `entry_points.txt` of each `*.dist-info` (or `*.egg-info`) folder on sys.path. A
+distribution that is there twice counts once, the first on the path, as for imports. Zip files are not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def entry_points() -> tuple[EntryPoint, ...]:
     seen: set[str] = set()
     for folder in dict.fromkeys(sys.path):
         for info in _infos(folder or os.curdir):
-            distribution = info.partition("-")[0].removesuffix(".egg").replace("_", "-").replace(".", "-").lower()
+            distribution = info.partition("-")[0].removesuffix(".egg-info").replace("_", "-").lower()
             text = _read(os.path.join(folder or os.curdir, info, "entry_points.txt"))
             if distribution in seen or GROUP not in text:
                 continue

@@ -10,7 +10,7 @@ class CompatError(RuntimeError):
 
 
 class PlanError(CompatError):
-    """What is installed cannot be patched: a version, a missing package, a shape, a bad record, a bad switch."""
+    """What is there cannot be patched: a version, a missing package, a shape, a wrong record or switch."""
 
 
 class PatchError(CompatError):

@@ -1,12 +1,12 @@
 """What a patch is, before it is code: records, how they are found, put in order and checked.
 
-A package brings patches for one consumer by an entry point in the group `vllm_compat.patches`. Its name is the
-consumer's top-level module, its object a `PatchSet`:
+A package brings patches for one consumer by an entry point in the group `vllm_compat.patches`. Its name is
+the consumer's top-level module, its object a `PatchSet`:
 
     [project.entry-points."vllm_compat.patches"]
     consumer = "my_package.patches:SET"
 
-Records are checked when they are loaded, so a wrong one is an error where it is written and not where it bites.
+Records are checked when they are loaded: a wrong one is an error where it is written, not where it bites.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _load(entry: EntryPoint) -> PatchSet:
     if not isinstance(found, PatchSet):
         raise PlanError(f"{where} is a {type(found).__name__}, expected a vllm_compat.registry.PatchSet")
     if found.consumer.module != entry.name:
-        raise PlanError(f"{where} is for the consumer {found.consumer.module}; the two names must be the same")
+        raise PlanError(f"{where} is for the consumer {found.consumer.module}; both must have one name")
     return checked(found)
 
 
@@ -151,7 +151,8 @@ def checked(patch_set: PatchSet) -> PatchSet:
             ranges(specifier)
         for target in patch.targets:
             if isinstance(target, Rebind) and target.module.partition(".")[0] != patch_set.consumer.module:
-                raise PlanError(f"{patch.id}: {target} is not in {patch_set.consumer.module}; only it is patched")
+                consumer = patch_set.consumer.module
+                raise PlanError(f"{patch.id}: {target} is not in {consumer}; only the consumer is patched")
     patches, earlier = _ordered(patch_set.patches)
     _check_conflicts(patches, earlier)
     return PatchSet(

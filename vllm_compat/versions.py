@@ -20,8 +20,9 @@ agree about final releases.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def release_of(text: str) -> Version:
 
     Raises PlanError when the text names none; the text of the error continues "<package> reports ...".
     """
-    hint = "rebuild it with its git tags, or with SETUPTOOLS_SCM_PRETEND_VERSION set to the release it is built from"
+    hint = "rebuild it with its git tags, or with SETUPTOOLS_SCM_PRETEND_VERSION=<its release>"
     try:
         version = Version(text)
     except InvalidVersion:
@@ -57,23 +58,21 @@ def installed(package: Package, path: Sequence[str] | None = None) -> str | None
 
     `path` is a list of site-packages folders to look in instead of this process's own sys.path.
     """
-    where = {} if path is None else {"path": list(path)}
+    where = sys.path if path is None else list(path)
     for name in package.distributions:
-        for distribution in metadata.distributions(name=name, **where):
-            # Read through .metadata: `.version` of a broken install raises, and this answers None for it.
-            version = distribution.metadata["Version"]
-            if version:
-                return str(version)
+        for distribution in metadata.distributions(name=name, path=where):
+            if distribution.metadata["Version"]:  # a half-removed install has none
+                return distribution.version
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def ranges(specifier: str) -> SpecifierSet:
     """A parsed range; PlanError if it does not parse."""
     try:
         return SpecifierSet(specifier)
     except InvalidSpecifier:
-        raise PlanError(f"{specifier!r} is no version range (PEP 440, for instance '>=0.11.1,<0.17')") from None
+        raise PlanError(f"{specifier!r} is no version range (PEP 440, such as '>=0.11.1,<0.17')") from None
 
 
 def matches(release: Version, specifier: str) -> bool:
