@@ -1,8 +1,8 @@
 """The consumer's own trainer reads what the demo wrote and learns from it: one step, on the CPU.
 
 Everything of the training is the consumer's: data set, collation, batch sampler, vocabulary mapping, draft
-model and trainer, put together as its training script does. Only the device differs, which the trainer takes as
-its `local_rank`, and torch.compile is off: compiling takes minutes and is not what is tested.
+model and trainer, put together as its training script does. Only the device differs, which the trainer takes
+as its `local_rank`, and torch.compile is off: compiling takes minutes and is not what is tested.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_one_training_step_on_the_demos_files(tmp_path: Path) -> None:
     result = json.loads(trained.stdout.splitlines()[-1])
 
     assert result["samples"] == 4
-    # Three layers are the draft model's input, the last one gives the verifier's logits; a row is shifted away.
+    # Three layers feed the draft model, the last one the verifier's head; one row is shifted away.
     for shape in result["shapes"]:
         rows = shape["input_ids"][0]
         assert 0 < rows < 256

