@@ -34,9 +34,10 @@ def finder() -> Finder:
     """The one finder of this process, first on sys.meta_path."""
     for each in sys.meta_path:
         if getattr(each, "is_vllm_compat", False):
-            return each  # perhaps of another copy of this file
+            found: Any = each  # perhaps of another copy of this file
+            return found  # type: ignore[no-any-return]
     new = Finder()
-    sys.meta_path.insert(0, new)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, new)
     return new
 
 
@@ -120,5 +121,5 @@ class Loader:
 def _warn(text: str) -> None:
     try:
         print(" ".join(text.split()), file=sys.stderr, flush=True)
-    except Exception:  # noqa: BLE001, SIM105  # no usable stderr; nothing of ours may break a process
+    except Exception:  # noqa: BLE001  # no usable stderr; nothing of ours may break a process
         pass

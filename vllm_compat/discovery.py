@@ -14,6 +14,7 @@ import sys
 from vllm_compat.errors import PlanError
 
 GROUP = "vllm_compat.patches"
+_NORMAL = str.maketrans("_.", "--")
 
 
 class EntryPoint:
@@ -31,7 +32,7 @@ def entry_points() -> tuple[EntryPoint, ...]:
     seen: set[str] = set()
     for folder in dict.fromkeys(sys.path):
         for info in _infos(folder or os.curdir):
-            distribution = info.partition("-")[0].removesuffix(".egg-info").replace("_", "-").lower()
+            distribution = os.path.splitext(info)[0].partition("-")[0].lower().translate(_NORMAL)
             text = _read(os.path.join(folder or os.curdir, info, "entry_points.txt"))
             if distribution in seen or GROUP not in text:
                 continue

@@ -114,7 +114,7 @@ class _Block:
         indent, column = self._indent, len(self._indent)
         quoted = ""  # the delimiter of the triple-quoted string that the line begins in
         for number, line in enumerate(lines):
-            if not quoted and line.startswith(indent) and line[column : column + 1] not in _NO_START:
+            if line[column : column + 1] not in _NO_START and line[:column] == indent and not quoted:
                 yield number
             if '"""' in line or "'''" in line:
                 for quote in ('"""', "'''"):

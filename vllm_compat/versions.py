@@ -61,8 +61,21 @@ def installed(package: Package, path: Sequence[str] | None = None) -> str | None
     where = sys.path if path is None else list(path)
     for name in package.distributions:
         for distribution in metadata.distributions(name=name, path=where):
-            if distribution.metadata["Version"]:  # a half-removed install has none
-                return distribution.version
+            version = _version(distribution)
+            if version:  # a half-removed install has none
+                return version
+    return None
+
+
+def _version(distribution: metadata.Distribution) -> str | None:
+    """From the header lines only: `distribution.version` parses the whole file, long descriptions and all."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.lower() == "version":
+            return value.strip()
+        if not line:
+            break
     return None
 
 
