@@ -1,7 +1,7 @@
 """A small fake world: runtime `fakerun`, consumer `fakeuser`, and the package `fakepatches` that patches it.
 
-Tests of activation run in processes of their own, without site-packages (`-S`), so that nothing but this world
-and the engine is there.
+Tests of activation run in processes of their own, without site-packages (`-S`), so that nothing but this
+world and the engine is there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ PATCHES = """
         Patch(id="old", ranges={"fakerun": "<2"}, targets=(), **texts),
     ]
     if os.environ.get("FAKE_BEFORE"):
-        PATCHES.append(Patch(id="before", ranges=USER, targets=(Before(name="fakerun.FLAG", do=before),), **texts))
+        FLAG = Before(name="fakerun.FLAG", do=before)
+        PATCHES.append(Patch(id="before", ranges=USER, targets=(FLAG,), **texts))
     SET = PatchSet(
         name="fakeuser",
         consumer=Package(module="fakeuser", distributions=("fakeuser",), supported=">=0.3,<0.4"),

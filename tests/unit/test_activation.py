@@ -41,7 +41,8 @@ def test_consumer_first(check: Check) -> None:
 
 
 def test_ambient_says_one_line(check: Check, ambient: None) -> None:
-    line = "vllm_compat 0.1.0: fakeuser 0.3.0 on fakerun 2.1.0: 2 patches apply, 1 not needed (vllm-compat plan)\n"
+    line = "fakeuser 0.3.0 on fakerun 2.1.0: 2 patches apply, 1 not needed (vllm-compat plan)\n"
+    line = f"vllm_compat 0.1.0: {line}"
     assert check(AMBIENT, PATCHED) == line
     assert check(AMBIENT, PATCHED, VLLM_COMPAT_LOG="warning") == ""
     assert check("import vllm_compat", PATCHED, VLLM_COMPAT_LOG="info") == line
@@ -266,7 +267,7 @@ def test_failing_change_takes_everything_back(check: Check, ambient: None) -> No
     assert gen.start is not core.start
     for _ in range(2):
         try: import fakeuser.other
-        except vllm_compat.PatchError as error: assert "generate: fakeuser.other.VALUE could not" in str(error)
+        except vllm_compat.PatchError as error: assert "generate: fakeuser.other.VALUE" in str(error)
         else: assert False
         assert "fakeuser.other" not in sys.modules
         assert gen.start is core.start

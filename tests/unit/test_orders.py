@@ -1,4 +1,4 @@
-"""Every order of importing, activating by each route, undoing and importing again, each in a process of its own."""
+"""Every order of importing, activating, undoing and importing again, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,74 @@
+"""The engine names no patch, runtime or consumer, imports none, and costs next to nothing to import."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import vllm_compat
+
+ENGINE = sorted(Path(vllm_compat.__file__).parent.glob("*.py"))
+FOREIGN = re.compile(r"vllm|speculators|torch|transformers|eagle", re.IGNORECASE)
+OWN = re.compile(r"vllm[_-]compat", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("file", ENGINE, ids=lambda file: file.name)
+def test_names_nothing_foreign(file: Path) -> None:
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    found = [
+        f"{token.start[0]}: {token.string[:60]}"
+        for token in tokens
+        if FOREIGN.search(OWN.sub("", token.string))
+    ]
+    assert found == []
+
+
+def test_engine_is_there() -> None:
+    names = {file.stem for file in ENGINE}
+    assert {"_startup", "activation", "cli", "ledger", "patching", "plan", "registry", "shapes"} <= names
+
+
+def test_imports_nothing_foreign_or_heavy() -> None:
+    code = """
+import sys
+before = set(sys.modules)
+import vllm_compat
+light = set(sys.modules) - before
+heavy = {"dataclasses", "typing", "re", "logging", "importlib.metadata", "packaging", "wrapt", "ast"}
+print(sorted(heavy & light))
+import vllm_compat.cli, vllm_compat.engine, vllm_compat.judge, vllm_compat.shapes
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & {
+    "torch", "vllm", "speculators", "transformers", "numpy", "wrapt"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n[]\n"
+
+
+def test_startup_file_needs_only_builtin_modules() -> None:
+    file = Path(vllm_compat.__file__).parent / "_startup.py"
+    code = f"""
+import sys
+before = set(sys.modules)
+exec(compile(open({str(file)!r}).read(), "startup", "exec"), {{"__name__": "startup"}})
+print(sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout in ("[]\n", "['__future__']\n")
+
+
+def test_import_time() -> None:
+    """Budget 15 ms; the best of several, since other work on the machine only ever adds."""
+    code = "import time; t = time.perf_counter(); import vllm_compat; print(time.perf_counter() - t)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(7)
+    ]
+    assert min(times) < 0.015, times
