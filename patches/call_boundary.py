@@ -41,10 +41,8 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                 "vllm_compat: this VllmHiddenStatesGenerator was built before vllm_compat was active, so its "
                 "workers do not carry our extension. Import vllm_compat first and build the generator again."
             )
-        if state.broken is not None:
-            raise RuntimeError(
-                f"vllm_compat: this generator cannot be used any more: {state.broken}. Build a new one."
-            )
+        if reason := state.broken or _workers_unusable(self.executor):
+            raise RuntimeError(f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.")
         if not state.lock.acquire(blocking=False):
             raise RuntimeError(
                 "vllm_compat: generate() is already running on this generator in another thread. One generator "
@@ -68,17 +66,25 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
 
 def _clean_up(generator: Any, error: BaseException) -> str | None:
     """Return the generator to an empty state; the answer says why that was not possible, if it was not."""
-    first = f"{type(error).__name__}: {error}".splitlines()[0]
-    executor = generator.executor
-    if executor.is_failed:
-        return f"its workers are gone after {first}"
-    if executor.out_of_step is not None:
-        return f"replies of its workers may be out of step after {executor.out_of_step}"
+    if reason := _workers_unusable(generator.executor):
+        return reason
     try:
         generator.scheduler.abort_all()
     except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
-        return f"cleaning up after {first} failed: {type(failure).__name__}: {failure}"
+        return f"cleaning up after {_first_line(error)} failed: {_first_line(failure)}"
     return None
+
+
+def _workers_unusable(executor: Any) -> str | None:
+    if executor.is_failed:
+        return "its workers are gone"
+    if executor.out_of_step is not None:
+        return f"replies of its workers may be out of step after {executor.out_of_step}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _check_results(generator: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
@@ -114,7 +120,7 @@ def stepwise_executor(original: type) -> type:
                 answered = isinstance(error, RuntimeError) and str(error).startswith("Worker failed with error")
                 single = kwargs.get("unique_reply_rank") is not None or self.world_size == 1
                 if not (answered and single):
-                    self.out_of_step = f"{type(error).__name__} in {method}: {error}".splitlines()[0]
+                    self.out_of_step = f"{method}: {_first_line(error)}"
                 raise
 
     return StepwiseExecutor

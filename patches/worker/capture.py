@@ -106,10 +106,13 @@ class Capture:
         Returns:
             where ``call["describe"]``: the description of the shared memory (``HostRows.description``) with ``call``
             and ``warnings``; else one CPU tensor ``[tokens, hidden]`` per layer, in model order of the layers.
+            None from the ranks that keep no rows, whose reply nobody reads.
 
         Raises:
             RuntimeError: rows are missing, not finite, or a layer holds one single value; the first error of the call.
         """
+        if not self._keeps_rows:
+            return None
         book, self._book = self._book, None
         if book is None:
             raise RuntimeError("vllm_compat: _get_captured_states without _reset_capture before it")

@@ -36,7 +36,7 @@ def test_defaults_as_json(tmp_path: Path) -> None:
     assert verdict["patches"]
     assert verdict["dtype"] == "torch.bfloat16"
     assert verdict["versions"]["speculators"] == "0.3.0"
-    assert verdict["samples"] == 16
+    assert verdict["samples"] == 12
     assert verdict["tokens_per_second"] > 0
     # One call does not fit one step of the scheduler: the case in which rows got mixed up.
     assert verdict["largest_batch"] > 8192
@@ -48,10 +48,10 @@ def test_defaults_as_json(tmp_path: Path) -> None:
         assert 0 < layer["max_relative_error"] < layer["tolerance"]
 
     out = tmp_path / "out" / "training_data"
-    assert {path.name for path in out.iterdir()} == {f"data_{n}.pt" for n in range(16)} | {"data_config.json"}
+    assert {path.name for path in out.iterdir()} == {f"data_{n}.pt" for n in range(12)} | {"data_config.json"}
     config = json.loads((out / "data_config.json").read_text())
     assert config["hidden_states"]["layer_ids"] == [2, 4, 5, 7]
-    assert config["data"]["num_samples"] == 16
+    assert config["data"]["num_samples"] == 12
 
 
 def test_tensor_parallel_as_text() -> None:

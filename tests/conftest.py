@@ -1,0 +1,113 @@
+"""For the tests with a real vLLM: tiny random models, a generator of the unmodified consumer, and a Hugging Face forward
+pass of each prompt alone to compare with.
+
+The tests do not ask which device there is: those of `tests/live` run on the CPU build and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAYERS = 6
+FIRST_PLAIN_TOKEN = 3  # the special tokens come first in the tiny vocabulary
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("live", "gpu"):
+            item.add_marker(item.path.parent.name)
+
+
+@pytest.fixture(scope="session")
+def active() -> None:
+    """vLLM's settings, each only where the user has not chosen, and vllm_compat before the consumer."""
+    for name, value in {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_COMPAT_STRICT"] = "1"
+    import vllm_compat
+
+    vllm_compat.activate()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, active: None) -> Path:
+    """A tiny bfloat16 Llama with its tokenizer."""
+    from vllm_compat.extraction.tiny import make_model, make_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    make_model(folder, layers=LAYERS, max_len=4096, dtype="bfloat16")
+    make_tokenizer(folder)
+    return folder
+
+
+class Extraction:
+    """A generator of the unmodified consumer, and the independent reference of its model."""
+
+    def __init__(self, model: Path, layer_ids: list[int], **settings: Any) -> None:
+        from speculators.data_generation import VllmHiddenStatesGenerator
+
+        self.model = model
+        self.layer_ids = sorted(set(layer_ids))
+        self.generator = VllmHiddenStatesGenerator(str(model), layer_ids=layer_ids, **settings)
+
+    def generate(self, prompts: Any) -> list[dict[str, Any]]:
+        results: list[dict[str, Any]] = self.generator.generate(prompts)
+        return results
+
+    def check(self, prompts: list[list[int]], results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """Generate (unless done) and compare row by row with each prompt's own forward pass."""
+        import torch
+
+        from vllm_compat.extraction.compare import compare
+        from vllm_compat.extraction.reference import reference_states
+
+        if results is None:
+            results = self.generate(prompts)
+        longest = self.generator.vllm_config.model_config.max_model_len - 1
+        cut = [prompt[:longest] for prompt in prompts]
+        want = reference_states(self.model, cut, self.layer_ids, dtype=torch.bfloat16)
+        assert [result["input_ids"].tolist() for result in results] == cut
+        report = compare([r["hidden_states"] for r in results], want, layer_ids=self.layer_ids, prompts=cut)
+        assert report.ok, report.as_text()
+        return results
+
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run ``function(worker, *args)`` in every worker; nested functions travel by value."""
+        replies: list[Any] = self.generator.executor.collective_rpc(function, args=args)
+        return replies
+
+
+@pytest.fixture(scope="module")
+def extract(active: None) -> Iterator[Callable[..., Extraction]]:
+    """Build an ``Extraction``; its workers end with the module."""
+    made: list[Extraction] = []
+
+    def build(model: Path, layer_ids: list[int], **settings: Any) -> Extraction:
+        made.append(Extraction(model, layer_ids, **settings))
+        return made[-1]
+
+    yield build
+    for extraction in made:
+        extraction.generator.executor.shutdown()
+
+
+@pytest.fixture
+def prompts_of() -> Callable[..., list[list[int]]]:
+    """Random prompts of the given lengths; they differ from their first tokens on, so no row can stand for another."""
+
+    def build(*lengths: int, seed: int = 0) -> list[list[int]]:
+        source = random.Random(f"{lengths} {seed}")
+        return [[source.randrange(FIRST_PLAIN_TOKEN, 512) for _ in range(length)] for length in lengths]
+
+    return build

@@ -1,0 +1,196 @@
+"""Errors in the middle of a call: the first one wins, and nothing of it leaks into the next call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Prompts = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def built(model: Path, extract: Callable[..., Any]) -> Any:
+    return extract(model, [0, 3, 5], max_model_len=512)
+
+
+@pytest.fixture
+def extraction(built: Any) -> Iterator[Any]:
+    yield built
+
+    def restore(worker: Any) -> None:
+        for layer in worker.model_runner.get_model().model.layers:
+            layer.__dict__.pop("forward", None)
+
+    built.in_worker(restore)
+
+
+def test_case_5_the_first_error_wins_and_carries_the_workers_traceback(extraction: Any, prompts_of: Prompts) -> None:
+    def plant(worker: Any) -> None:
+        def broken_layer(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("planted in layer 2")
+
+        worker.model_runner.get_model().model.layers[2].forward = broken_layer
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="ValueError: planted in layer 2") as error:
+        extraction.generate(prompts_of(20, 30))
+    assert "traceback of worker rank 0" in str(error.value)
+    assert "in broken_layer" in str(error.value)
+
+    def mend(worker: Any) -> int:
+        del worker.model_runner.get_model().model.layers[2].forward
+        return len(worker.model_runner.requests)
+
+    extraction.in_worker(mend)
+    assert not extraction.generator.scheduler.requests
+    extraction.check(prompts_of(33, 20, 30))
+    assert extraction.in_worker(lambda worker: len(worker.model_runner.requests)) == [0]
+
+
+def test_an_error_in_a_later_step_leaves_nothing_either(extraction: Any, prompts_of: Prompts) -> None:
+    def plant(worker: Any) -> None:
+        layer, steps = worker.model_runner.get_model().model.layers[1], []
+        run = type(layer).forward.__get__(layer)
+
+        def fails_in_step_2(*args: Any, **kwargs: Any) -> Any:
+            steps.append(1)
+            if len(steps) == 2:
+                raise ValueError("planted in step 2")
+            return run(*args, **kwargs)
+
+        layer.forward = fails_in_step_2
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="planted in step 2"):
+        extraction.generate(prompts_of(*[500] * 40))
+    assert not extraction.generator.scheduler.requests
+    extraction.check(prompts_of(*[500] * 20))
+
+
+def test_a_nan_row_is_named_by_prompt_position_and_layer(
+    extraction: Any, prompts_of: Prompts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plant(worker: Any) -> None:
+        layer = worker.model_runner.get_model().model.layers[5]
+        run = type(layer).forward.__get__(layer)
+
+        def one_row_not_a_number(*args: Any, **kwargs: Any) -> Any:
+            hidden, residual = run(*args, **kwargs)
+            hidden[20 + 12] = float("nan")
+            return hidden, residual
+
+        layer.forward = one_row_not_a_number
+
+    extraction.in_worker(plant)
+    prompts = prompts_of(20, 30, 25)
+    with pytest.raises(RuntimeError, match=r"prompt 1 \(request \w+\), position 12, layer 5: hidden state is not finite"):
+        extraction.generate(prompts)
+    monkeypatch.setenv("VLLM_COMPAT_NONFINITE", "warn")
+    with caplog.at_level("WARNING", "vllm_compat"):
+        results = extraction.generate(prompts)
+    assert "position 12, layer 5: hidden state is not finite (1 such rows)" in caplog.text
+    finite = [[bool(row.isfinite().all()) for row in result["hidden_states"][2]] for result in results]
+    assert finite == [[True] * 20, [position != 12 for position in range(30)], [True] * 25]
+
+
+def test_a_layer_of_one_single_value_is_an_error(extraction: Any, prompts_of: Prompts) -> None:
+    def plant(worker: Any) -> None:
+        layer = worker.model_runner.get_model().model.layers[5]
+        run = type(layer).forward.__get__(layer)
+
+        def zeros(*args: Any, **kwargs: Any) -> Any:
+            return tuple(part * 0 for part in run(*args, **kwargs))
+
+        layer.forward = zeros
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="layer 5: all 50 rows hold the single value 0"):
+        extraction.generate(prompts_of(20, 30))
+
+
+def test_a_layer_output_of_unknown_form_is_an_error(extraction: Any, prompts_of: Prompts) -> None:
+    def plant(worker: Any) -> None:
+        layer = worker.model_runner.get_model().model.layers[3]
+        run = type(layer).forward.__get__(layer)
+        layer.forward = lambda *args, **kwargs: (*run(*args, **kwargs), None)
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="decoder layer LlamaDecoderLayer returned .* not understood"):
+        extraction.generate(prompts_of(20, 30))
+
+
+def test_a_prompt_that_cannot_be_scheduled_is_an_error_not_the_end(extraction: Any, prompts_of: Prompts) -> None:
+    scheduler = extraction.generator.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - 4)  # room for 64 tokens
+    try:
+        with pytest.raises(RuntimeError, match="2 prompts cannot be scheduled; the first is request .* with 100 tokens"):
+            extraction.generate(prompts_of(30, 100, 20))
+    finally:
+        pool.free_blocks(taken)
+    assert not scheduler.requests
+    extraction.check(prompts_of(30, 100, 20))
+
+
+def test_two_calls_at_once_are_refused(extraction: Any, prompts_of: Prompts) -> None:
+    scheduler = extraction.generator.scheduler
+    inside, go_on, failures = threading.Event(), threading.Event(), []
+    original = scheduler.schedule
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return original(*args, **kwargs)
+
+    def first() -> None:
+        try:
+            extraction.check(prompts_of(20, 30))
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            failures.append(error)
+
+    scheduler.schedule = slow
+    try:
+        thread = threading.Thread(target=first)
+        thread.start()
+        assert inside.wait(30)
+        with pytest.raises(RuntimeError, match="already running on this generator in another thread"):
+            extraction.generate(prompts_of(10))
+        go_on.set()
+        thread.join(60)
+    finally:
+        del scheduler.schedule
+    assert not failures
+
+
+def test_a_generator_whose_replies_may_be_out_of_step_says_so(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    other = extract(model, [0], max_model_len=128)
+
+    def sleep(worker: Any) -> None:
+        import time
+
+        time.sleep(1)
+
+    executor = other.generator.executor
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc(sleep, timeout=0.05)  # its reply will come when nobody waits for it
+    with pytest.raises(RuntimeError, match="cannot be used any more: replies of its workers may be out of step"):
+        other.generate(prompts_of(5))
+
+
+def test_a_generator_after_another_in_one_process(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    extract(model, [1, 2], max_model_len=128).check(prompts_of(60, 5))
+
+
+def test_no_layer_ids_is_an_error(model: Path, extract: Any) -> None:
+    with pytest.raises(RuntimeError, match="layer_ids is empty"):
+        extract(model, [], max_model_len=128)
+
+
+def test_hidden_states_are_plain_cpu_tensors(extraction: Any, prompts_of: Prompts) -> None:
+    (result,) = extraction.generate(prompts_of(9))
+    assert {states.device for states in result["hidden_states"]} == {torch.device("cpu")}

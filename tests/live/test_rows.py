@@ -1,0 +1,193 @@
+"""Every row belongs to its prompt, position and layer: the numbered cases, at the consumer's default settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+Prompts = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def extraction(model: Path, extract: Callable[..., Any]) -> Any:
+    return extract(model, [4, 0, 5, 2], max_model_len=2049)
+
+
+def test_case_1_repeated_prompts_and_shared_prefixes(extraction: Any, prompts_of: Prompts) -> None:
+    (prompt,) = prompts_of(40)
+    shared, a, b, c = prompts_of(64, 30, 41, 7)
+    extraction.check([prompt])
+    extraction.check([prompt])
+    for _ in range(2):
+        extraction.check([shared + a, shared + b, shared + c])
+    extraction.check([prompt, prompt, shared + a])
+
+
+def test_case_2_more_than_one_step_at_the_default_budget(extraction: Any, prompts_of: Prompts) -> None:
+    assert extraction.generator.vllm_config.scheduler_config.max_num_batched_tokens == 8192
+    prompts = prompts_of(*[2048] * 8)
+    together = extraction.check(prompts)
+    for prompt, result in zip(prompts, together, strict=True):
+        (alone,) = extraction.generate([prompt])
+        for layer, (one, many) in enumerate(zip(alone["hidden_states"], result["hidden_states"], strict=True)):
+            # The same kernels on other batch shapes: a few bfloat16 roundings, never another row.
+            torch.testing.assert_close(one, many, rtol=2**-4, atol=2**-3, msg=f"layer {layer}")
+
+
+def test_case_2_mixed_lengths_over_several_steps(extraction: Any, prompts_of: Prompts) -> None:
+    extraction.check(prompts_of(2000, 2000, 2000, 2000, 1000, 100, 2048, 3, 1, 1500))
+
+
+def test_case_3_twelve_lengths_and_seventy_prompts(extraction: Any, prompts_of: Prompts) -> None:
+    extraction.check(prompts_of(*[7, 90, 33, 5, 61, 1, 48, 19, 75, 12, 2, 40]))
+    extraction.check(prompts_of(*[5 + i % 11 for i in range(70)]))
+
+
+def test_case_4_only_steps_with_a_forward_are_sampled(
+    extraction: Any, prompts_of: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, calls = extraction.generator.executor, []
+    inherited = executor.collective_rpc
+
+    def listen(method: Any, *args: Any, **kwargs: Any) -> Any:
+        reply = inherited(method, *args, **kwargs)
+        if method in ("execute_model", "sample_tokens"):
+            tokens = kwargs["args"][0].total_num_scheduled_tokens if method == "execute_model" else None
+            calls.append((method, tokens, reply is None))
+        return reply
+
+    monkeypatch.setattr(executor, "collective_rpc", listen)
+    for _ in range(2):
+        extraction.check(prompts_of(*[2000] * 5))
+    one_call = [
+        ("execute_model", 8000, True),
+        ("sample_tokens", None, False),
+        ("execute_model", 2000, True),
+        ("sample_tokens", None, False),
+        ("execute_model", 0, False),  # carries the finished ids, has a real output, is not sampled
+    ]
+    assert calls == one_call * 2
+
+
+def test_case_7_layers_come_in_model_order_whatever_the_order_of_ids(extraction: Any, prompts_of: Prompts) -> None:
+    assert extraction.generator.layer_ids == [4, 0, 5, 2]
+    (result,) = extraction.check(prompts_of(100))
+    assert set(result) == {"input_ids", "hidden_states", "loss_mask"}
+    assert result["loss_mask"] is None
+    assert result["input_ids"].dtype == torch.long
+    assert [(states.shape, states.dtype) for states in result["hidden_states"]] == [((100, 64), torch.bfloat16)] * 4
+
+
+def test_case_13_lengths_at_the_limits(extraction: Any, prompts_of: Prompts) -> None:
+    results = extraction.check(prompts_of(1, 2, 2048, 2049, 3000))
+    assert [len(result["input_ids"]) for result in results] == [1, 2, 2048, 2048, 2048]
+
+
+def test_case_13_an_empty_prompt_is_named(extraction: Any, prompts_of: Prompts) -> None:
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        extraction.generate([[5], []])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([[5, 6], [7, -1]], "prompt 1, position 1: token id -1 is outside"),
+        ([[5, 512]], "prompt 0, position 1: token id 512 is outside"),
+        ([[5, 6.0]], "prompt 0, position 1: expected an integer"),
+        ([[5], [[6]]], "prompt 1, position 0: expected an integer"),
+        ([], "cannot be empty"),
+    ],
+)
+def test_case_14_bad_input_is_refused_before_anything_is_scheduled(
+    extraction: Any, prompts_of: Prompts, bad: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        extraction.generate(bad)
+    assert not extraction.generator.scheduler.requests
+    extraction.check(prompts_of(20, 30))
+
+
+def test_case_14_tensors_work(extraction: Any, prompts_of: Prompts) -> None:
+    prompts = prompts_of(25, 25, 25)
+    extraction.check(prompts, extraction.generate(torch.tensor(prompts)))
+    extraction.check(prompts, extraction.generate([torch.tensor(prompt) for prompt in prompts]))
+
+
+def test_results_own_their_memory(extraction: Any, prompts_of: Prompts) -> None:
+    prompts = prompts_of(30, 40)
+    results = extraction.generate(prompts)
+    kept = [[states.clone() for states in result["hidden_states"]] for result in results]
+    extraction.generate(prompts_of(50, 60, seed=1))
+    for result, copies in zip(results, kept, strict=True):
+        for states, copy in zip(result["hidden_states"], copies, strict=True):
+            assert torch.equal(states, copy)
+            assert states.untyped_storage().nbytes() == states.numel() * states.element_size()
+
+
+def test_the_fallback_through_the_message_queue_gives_the_same_bytes(
+    extraction: Any, prompts_of: Prompts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_of(30, 400, 17)
+    shared = extraction.generate(prompts)
+    executor = extraction.generator.executor
+
+    def refused(*args: Any) -> Any:
+        raise PermissionError("no such descriptor")
+
+    monkeypatch.setattr(executor, "_map", refused)
+    with caplog.at_level("WARNING", "vllm_compat"):
+        pickled = [extraction.generate(prompts) for _ in range(2)]
+    monkeypatch.setattr(executor, "_can_map", True)
+    for results in pickled:
+        for one, other in zip(shared, results, strict=True):
+            assert all(map(torch.equal, one["hidden_states"], other["hidden_states"]))
+    assert [record.message.split("(")[0] for record in caplog.records] == [
+        "vllm_compat: the worker's memory cannot be shared "
+    ]
+
+
+def worker_state(extraction: Any) -> list[dict[str, int]]:
+    def look(worker: Any) -> dict[str, int]:
+        import os
+
+        import psutil
+
+        return {
+            "requests": len(worker.model_runner.requests),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "resident": psutil.Process().memory_info().rss,
+        }
+
+    return extraction.in_worker(look)
+
+
+def test_a_thousand_calls_leave_nothing_behind(extraction: Any, prompts_of: Prompts) -> None:
+    import psutil
+
+    prompts = prompts_of(30, 5, 12)
+    first = extraction.check(prompts)
+    for _ in range(50):
+        extraction.generate(prompts)
+    before, parent = worker_state(extraction), psutil.Process().memory_info().rss
+    files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    for _ in range(1000):
+        last = extraction.generate(prompts)
+    after = worker_state(extraction)
+    assert [state["requests"] for state in after] == [0] * len(after)
+    assert [s["descriptors"] for s in after] == [s["descriptors"] for s in before]
+    assert set(os.listdir("/dev/shm")) == files
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    # Three prompts are 47 rows of 4 layers, 24 KB: a leak of each call's rows would be 24 MB.
+    growth = [a["resident"] - b["resident"] for a, b in zip(after, before, strict=True)]
+    growth.append(psutil.Process().memory_info().rss - parent)
+    assert max(growth) < 12 << 20, growth
+    assert all(
+        torch.equal(a, b)
+        for x, y in zip(first, last, strict=True)
+        for a, b in zip(x["hidden_states"], y["hidden_states"], strict=True)
+    )

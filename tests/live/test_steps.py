@@ -1,0 +1,109 @@
+"""Chunked prefill, small step budgets, and prefix caching switched on: the labels must not depend on the settings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Prompts = Callable[..., list[list[int]]]
+GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
+
+
+@pytest.fixture(scope="module")
+def chunked(model: Path, extract: Callable[..., Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_COMPAT_STEP_TOKENS", "64")
+        return extract(model, [0, 3, 5], max_model_len=1024)
+
+
+def test_case_2_prompts_are_cut_at_the_budget_and_go_on(chunked: Any, prompts_of: Prompts) -> None:
+    config = chunked.generator.vllm_config.scheduler_config
+    assert (config.max_num_batched_tokens, config.enable_chunked_prefill) == (64, True)
+    prompts = prompts_of(30, 50, 20, 45)
+    chunked.check(prompts)
+    for prompt in prompts:
+        chunked.check([prompt])
+
+
+def test_case_15_one_prompt_of_eight_steps_and_device_memory_of_one(chunked: Any, prompts_of: Prompts) -> None:
+    chunked.check(prompts_of(8 * 64))
+    chunked.check(prompts_of(1000, 7, 512, 1))
+
+
+def test_case_15_two_hundred_calls_are_flat(chunked: Any, prompts_of: Prompts) -> None:
+    def rows_held(worker: Any) -> tuple[int, int]:
+        import gc
+
+        import torch
+
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return len(worker.model_runner.requests), len(tensors)
+
+    prompts = prompts_of(100, 30, 64)
+    chunked.check(prompts)
+    before = chunked.in_worker(rows_held)
+    for _ in range(200):
+        chunked.generate(prompts)
+    assert chunked.in_worker(rows_held) == before
+    assert all(requests == 0 for requests, _ in before)
+
+
+def test_random_batches_on_the_real_scheduler(chunked: Any, prompts_of: Prompts) -> None:
+    source = random.Random(7)
+    for round_ in range(6):
+        lengths = [source.choice([1, 2, 15, 16, 17, 63, 64, 65, source.randrange(1, 300)]) for _ in range(40)]
+        chunked.check(prompts_of(*lengths[: source.randrange(1, 40)], seed=round_))
+
+
+def test_case_2_whole_prompts_with_a_small_budget(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    import importlib
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module(GENERATOR), "MIN_MAX_BATCHED_TOKENS", 64)
+        extraction = extract(model, [0, 3, 5], max_model_len=64)
+    config = extraction.generator.vllm_config.scheduler_config
+    assert (config.max_num_batched_tokens, config.enable_chunked_prefill) == (64, False)
+    extraction.check(prompts_of(30, 50, 20, 45))
+    extraction.check(prompts_of(63, 1, 63, 64, 2))
+
+
+def test_prefix_caching_switched_on_still_computes_every_row(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    """With the cache on, requests carry the block_hasher and are hashed, and no hit ever skips a token."""
+    import importlib
+
+    module = importlib.import_module(GENERATOR)
+    ours = module.CacheConfig
+
+    def cache_switched_on(**settings: Any) -> Any:
+        config = ours(**settings)
+        config.enable_prefix_caching = True
+        return config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CacheConfig", cache_switched_on)
+        extraction = extract(model, [0, 3, 5], max_model_len=512)
+    assert extraction.generator.vllm_config.cache_config.enable_prefix_caching
+    hashed = []
+    add = extraction.generator.scheduler.add_request
+    extraction.generator.scheduler.add_request = lambda request: (hashed.append(len(request.block_hashes)), add(request))
+    shared, a, b, c = prompts_of(64, 30, 41, 7)
+    for _ in range(3):
+        extraction.check([shared + a, shared + b, shared + c])
+    assert hashed == [94 // 16, 105 // 16, 71 // 16] * 3
+    pool = extraction.generator.scheduler.kv_cache_manager.block_pool
+    assert len(pool.cached_block_hash_to_block._cache) > 0, "the cache was never filled: this test shows nothing"
+
+
+def test_a_step_budget_that_makes_no_sense_is_an_error(model: Path, extract: Any) -> None:
+    from vllm_compat import CompatError
+
+    for value in ("8", "many", "-64"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_COMPAT_STEP_TOKENS", value)
+            with pytest.raises(CompatError, match=f"VLLM_COMPAT_STEP_TOKENS={value}: expected a whole number"):
+                extract(model, [0], max_model_len=64)
