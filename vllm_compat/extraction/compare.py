@@ -95,7 +95,11 @@ class Report:
             "prompts": self.prompts,
             "rows": self.rows,
             "margin": self.margin,
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [
+                # JSON has no NaN: no finite row means no error and no cosine.
+                {name: None if value != value else value for name, value in asdict(layer).items()}
+                for layer in self.layers
+            ],
             "problems": list(self.problems),
         }
 
@@ -269,24 +273,27 @@ def _nearest_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each of `rows` the distance to the nearest reference row of another key, and which one that is.
 
-    The distance is infinite where there is no other. A matrix product finds the candidates, which is fast but
-    loses digits for rows close to each other; the distances to the few best are then computed exactly.
+    The distance is infinite where there is no other. A matrix product finds the candidate, which is fast but
+    loses digits; its distance is then computed exactly.
     """
     import torch
 
-    middle = want.mean(dim=0)
+    middle = want.mean(dim=0)  # rows have much in common: without it fewer digits are lost
     centred = want - middle
-    squares = centred.square().sum(dim=1)
+    # |row - other|^2 is |other|^2 - 2 row.other plus |row|^2, which is the same for all others: one product.
+    others = torch.cat([-2 * centred, centred.square().sum(dim=1, keepdim=True)], dim=1).T
+    _, group, sizes = keys.unique(return_inverse=True, return_counts=True)
+    shared = (sizes[group] > 1).nonzero().squeeze(1)  # rows that have a twin: few, so the mask below is small
     gaps, nearest = [], []
     for chunk, here in zip(rows.split(_CHUNK), place.split(_CHUNK), strict=True):
-        scores = squares - 2 * (chunk - middle) @ centred.T
-        scores[keys[here].unsqueeze(1) == keys.unsqueeze(0)] = torch.inf
-        best = scores.topk(min(4, len(want)), largest=False)
-        exact = (chunk.unsqueeze(1) - want[best.indices]).norm(dim=2)
-        exact[best.values.isinf()] = torch.inf
-        gap, which = exact.min(dim=1)
-        gaps.append(gap)
-        nearest.append(best.indices.gather(1, which.unsqueeze(1)).squeeze(1))
+        scores = torch.nn.functional.pad(chunk - middle, (0, 1), value=1.0) @ others
+        scores[torch.arange(len(here)), here] = torch.inf
+        scores[:, shared] = scores[:, shared].masked_fill(
+            keys[here].unsqueeze(1) == keys[shared].unsqueeze(0), torch.inf
+        )
+        best = scores.min(dim=1)
+        gaps.append((chunk - want[best.indices]).norm(dim=1).masked_fill(best.values.isinf(), torch.inf))
+        nearest.append(best.indices)
     if not gaps:
         return rows.new_empty(0), place.new_empty(0)
     return torch.cat(gaps), torch.cat(nearest)

@@ -45,7 +45,7 @@ class Options:
     folder, which is removed afterwards unless `keep`."""
 
     tensor_parallel_size: int = 1
-    samples: int = 16
+    samples: int = 12
     layer_ids: tuple[int, ...] | None = None
     seq_length: int = 2048
     batch_size: int = 8
