@@ -150,6 +150,8 @@ class Engine:
                 ] + new
                 for each in new:
                     ledger.record(each.patch, str(each.target), self.route or "")
+        for each in new:
+            say(logging.DEBUG, f"{each.patch}: replaced {each.target}")
 
     def _fail(self, error: Exception, short: str | None = None) -> None:
         text = str(error) if isinstance(error, CompatError) else f"{type(error).__name__}: {error}"

@@ -87,8 +87,9 @@ def test_every_order(world) -> None:
     (world.site / "vllm_compat_file.py").symlink_to(world.engine / "vllm_compat" / "_startup.py")
     # What the engine needs anyway is there before the forks, so that a case costs milliseconds.
     done = world.run(
-        "import packaging.specifiers, importlib.metadata, dataclasses, logging, ast, inspect, difflib\n"
-        + DRIVER
+        "import packaging.specifiers, importlib.metadata, dataclasses, logging, ast, inspect, difflib",
+        DRIVER,
+        PYTHONPYCACHEPREFIX=str(world.site.parent / "bytecode"),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert done.stdout.endswith("1554 orders 0 failed\n")
