@@ -140,7 +140,7 @@ class Verdict:
         ]
         if margin is not None:
             lines.append(
-                f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row is as near to a wrong place as to its."
+                f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row fits a wrong place as well as its own."
             )
         if self.folder is not None:
             lines.append(f"Files kept in {self.folder}")
