@@ -105,12 +105,8 @@ def as_text(result: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What vllm_compat costs at start-up.")
-    parser.add_argument(
-        "--rounds", type=int, default=21, help="pairs of interpreters for `import` (default 21)"
-    )
-    parser.add_argument(
-        "--consumer-rounds", type=int, default=3, help="the same with the consumer (default 3)"
-    )
+    parser.add_argument("--rounds", type=int, default=21, help="pairs of interpreters for `import` (default 21)")
+    parser.add_argument("--consumer-rounds", type=int, default=3, help="the same with the consumer (default 3)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(arguments)
     result = measure(args.rounds, args.consumer_rounds)

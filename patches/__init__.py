@@ -24,9 +24,7 @@ from vllm_compat.registry import Package, PatchSet
 
 SPECULATORS = PatchSet(
     name="speculators",
-    consumer=Package(
-        module="speculators", distributions=("speculators",), supported=">=0.3.0,<0.4", proven=("0.3.0",)
-    ),
+    consumer=Package(module="speculators", distributions=("speculators",), supported=">=0.3.0,<0.4", proven=("0.3.0",)),
     runtimes=(
         Package(
             module="vllm",

@@ -15,7 +15,5 @@ RESET = "_reset_capture"
 FETCH = "_get_captured_states"
 """The consumer's calls into its worker extension: before the first step and after the last one."""
 
-RETIRES = Retirement(
-    when="the consumer has no generator of its own", package="speculators", release=">=0.5"
-)
+RETIRES = Retirement(when="the consumer has no generator of its own", package="speculators", release=">=0.5")
 """speculators 0.5 dropped the generator; until then every seam of it stays."""

@@ -32,7 +32,9 @@ def _checked_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
     if isinstance(prompt, str | bytes | dict) or not hasattr(prompt, "__iter__"):
-        raise ValueError(f"prompt {index}: expected a sequence of token ids, got {type(prompt).__name__} {prompt!r:.80}")
+        raise ValueError(
+            f"prompt {index}: expected a sequence of token ids, got {type(prompt).__name__} {prompt!r:.80}"
+        )
     ids = list(prompt)
     if not ids:
         raise ValueError(f"prompt {index} is empty: expected at least one token id")
@@ -54,6 +56,7 @@ def _checked_id(index: int, position: int, value: Any) -> int:
         value = value.item()
     if type(value) is not int:
         raise ValueError(
-            f"prompt {index}, position {position}: expected an integer token id, got {type(value).__name__} {value!r:.80}"
+            f"prompt {index}, position {position}: expected an integer token id, "
+            f"got {type(value).__name__} {value!r:.80}"
         )
     return value

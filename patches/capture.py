@@ -73,12 +73,12 @@ PATCH = Patch(
         Shape(module="vllm.distributed.parallel_state", symbol="get_tp_group"),
     ),
     symptom=(
-        "Worker failed with error ''LlamaModel' object has no attribute 'get_input_embeddings''; without an error: rows "
-        "of prompts exchanged, steps of the model's own forward left out"
+        "Worker failed with error ''LlamaModel' object has no attribute 'get_input_embeddings''; without an error: "
+        "rows of prompts exchanged, steps of the model's own forward left out"
     ),
     cause=(
-        "speculators 0.3.0 replaces the model's forward by a copy of Llama's of vLLM 0.11.0 and takes the order of rows "
-        "for the order of prompts"
+        "speculators 0.3.0 replaces the model's forward by a copy of Llama's of vLLM 0.11.0 and takes the order of "
+        "rows for the order of prompts"
     ),
     does=(
         "Names our worker extension, which taps the decoder layers of the model's own forward, labels each row by "

@@ -38,7 +38,7 @@ PATCH = Patch(
     shapes=(Shape(module=GENERATOR, symbol="torch"),),
     symptom=(
         "AssertionError: Torch not compiled with CUDA enabled, or RuntimeError: Found no NVIDIA driver; with a GPU: a "
-        "CUDA context of the parent on GPU 0, and 'Cannot re-initialize CUDA in forked subprocess' for the next generator"
+        "CUDA context of the parent on GPU 0, and 'Cannot re-initialize CUDA in forked subprocess' for the next one"
     ),
     cause="VllmHiddenStatesGenerator calls torch.cuda.mem_get_info and empty_cache in the parent (vllm#12754)",
     does="Answers mem_get_info from the workers (the least of them) and makes empty_cache a no-op in the parent.",

@@ -1,4 +1,4 @@
-"""Seam "prefill bookkeeping", inner half: a request ends when its whole prompt is computed, and the workers hear of it."""
+"""Seam "prefill bookkeeping", inner half: a request ends when its whole prompt is computed; workers hear of it."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def whole_prompt_scheduler(original: type) -> type:
             request = next(iter(self.requests.values()))
             pool = self.kv_cache_manager.block_pool
             return (
-                f"vllm_compat: {len(self.requests)} prompts cannot be scheduled; the first is request "
-                f"{request.request_id} with {request.num_prompt_tokens} tokens, {request.num_computed_tokens} computed. "
-                f"Free KV-cache blocks: {pool.get_num_free_blocks()} of {pool.num_gpu_blocks}, block size "
-                f"{self.block_size}. Give the generator more memory (gpu_memory_utilization) or a smaller max_model_len."
+                f"vllm_compat: {len(self.requests)} prompts cannot be scheduled; the first is "
+                f"request {request.request_id} with {request.num_prompt_tokens} tokens, "
+                f"{request.num_computed_tokens} computed. Free KV-cache blocks: {pool.get_num_free_blocks()} "
+                f"of {pool.num_gpu_blocks}, block size {self.block_size}. Give the generator more memory (gpu_memory_utilization) or a smaller "
+                "max_model_len."
             )
 
     return WholePromptScheduler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 from collections.abc import Iterator
@@ -56,34 +57,37 @@ def proven_executor(original: type) -> type:
 
 
 def _start_method() -> dict[str, str]:
-    """Spawn where this process has opened a CUDA driver, since forked children could not use theirs.
+    """Spawn where this process has initialised the CUDA driver, since forked children could not use theirs.
 
     vLLM itself looks at ``torch.cuda.is_initialized()``, which is False after a mere question for the device count
-    although the driver is open (vllm#12754). Open driver files tell without touching CUDA.
+    although the driver is initialised (vllm#12754).
     """
-    if not _cuda_driver_is_open():
+    if not cuda_driver_is_initialised():
         return {}
     chosen = os.environ.get(START_METHOD)
     if chosen == "fork":
         raise CompatError(
-            f"vllm_compat: {START_METHOD}=fork, but this process has already opened CUDA (torch.cuda or "
+            f"vllm_compat: {START_METHOD}=fork, but this process has already initialised CUDA (torch.cuda or "
             "torch.accelerator was asked for devices), and forked workers could not. Unset it or set it to 'spawn'."
         )
     if chosen is None:
-        log.warning("vllm_compat: CUDA is already open in this process: workers are spawned, not forked")
+        log.warning("vllm_compat: CUDA is already initialised in this process: workers are spawned, not forked")
     return {START_METHOD: "spawn"}
 
 
-def _cuda_driver_is_open() -> bool:
+def cuda_driver_is_initialised() -> bool:
+    """Whether somebody has called ``cuInit`` in this process, found out without doing it.
+
+    Open device files do not tell: NVML, which vLLM asks for the platform, opens the same ones and does no harm. The
+    driver, if it is loaded at all, answers a question for the device count with "not initialised" and stays so (CUDA
+    Driver API: every function but cuInit returns CUDA_ERROR_NOT_INITIALIZED until cuInit has been called).
+    """
+    not_initialised = 3
     try:
-        descriptors = os.listdir("/proc/self/fd")
-    except OSError:  # not Linux, where vLLM has no CUDA workers
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except (AttributeError, OSError):  # no such flag on this platform, or nobody has loaded the driver
         return False
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
-                return True
-    return False
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""For the tests with a real vLLM: tiny random models, a generator of the unmodified consumer, and a Hugging Face forward
-pass of each prompt alone to compare with.
+"""For the tests with a real vLLM: tiny random models, a generator of the unmodified consumer, and a Hugging Face
+forward pass of each prompt alone to compare with.
 
 The tests do not ask which device there is: those of `tests/live` run on the CPU build and on a GPU alike.
 """
@@ -94,7 +94,8 @@ def extract(active: None) -> Iterator[Callable[..., Extraction]]:
     made: list[Extraction] = []
 
     def build(model: Path, layer_ids: list[int], **settings: Any) -> Extraction:
-        made.append(Extraction(model, layer_ids, **settings))
+        # Several generators live at once on one device; v0.3.0's default is 80 % of it for each.
+        made.append(Extraction(model, layer_ids, **{"gpu_memory_utilization": 0.1, **settings}))
         return made[-1]
 
     yield build

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(*, demo: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vllm-compat", description="Patches that apply when they are needed."
-    )
+    parser = argparse.ArgumentParser(prog="vllm-compat", description="Patches that apply when they are needed.")
     parser.add_argument("--version", action="version", version=f"vllm-compat {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("plan", help="which patches apply here, which do not, and why")
@@ -70,9 +68,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return 2
     found = plans(target=target)
     if arguments.json:
-        _print_json(
-            {"plans": [each.as_dict() for each in found], "ok": bool(found) and all(p.ok for p in found)}
-        )
+        _print_json({"plans": [each.as_dict() for each in found], "ok": bool(found) and all(p.ok for p in found)})
     else:
         print("\n\n".join(each.as_text() for each in found) or "no patches are installed")
     return 0 if found and all(each.ok for each in found) else 1
@@ -119,9 +115,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _ranges(patch: Patch) -> str:
-    return (
-        ", ".join(f"{module} {specifier or 'any'}" for module, specifier in patch.ranges.items()) or "always"
-    )
+    return ", ".join(f"{module} {specifier or 'any'}" for module, specifier in patch.ranges.items()) or "always"
 
 
 def _record(patch_set: PatchSet, patch: Patch) -> dict[str, Any]:

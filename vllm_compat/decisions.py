@@ -70,9 +70,7 @@ class Plan:
     def table(self) -> str:
         """What was found and what is supported."""
         rows = [("package", "found", "supported", "")]
-        rows += [
-            (each.module, each.version or "-", each.supported or "any", each.status) for each in self.packages
-        ]
+        rows += [(each.module, each.version or "-", each.supported or "any", each.status) for each in self.packages]
         return _columns(rows)
 
     def as_text(self) -> str:

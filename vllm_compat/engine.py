@@ -144,9 +144,7 @@ class Engine:
                     return
                 changed = {(id(each.owner), each.target.name, each.patch) for each in new}
                 self._records = [
-                    each
-                    for each in self._records
-                    if (id(each.owner), each.target.name, each.patch) not in changed
+                    each for each in self._records if (id(each.owner), each.target.name, each.patch) not in changed
                 ] + new
                 for each in new:
                     ledger.record(each.patch, str(each.target), self.route or "")

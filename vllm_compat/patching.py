@@ -45,9 +45,7 @@ class Record:
         return False
 
 
-def apply(
-    module: ModuleType, targets: Sequence[tuple[str, Rebind]], before: Sequence[Record]
-) -> list[Record]:
+def apply(module: ModuleType, targets: Sequence[tuple[str, Rebind]], before: Sequence[Record]) -> list[Record]:
     """Applies (patch id, target) pairs to an imported module and returns the new records.
 
     `before` are records of earlier changes; what is still in place is not changed again. If anything fails,

@@ -33,9 +33,7 @@ def plan(
     raise PlanError(f"which patches? {name or 'no name'} was given, installed are: {there}")
 
 
-def plans(
-    *, target: str | os.PathLike[str] | None = None, switches: Switches | None = None
-) -> tuple[Plan, ...]:
+def plans(*, target: str | os.PathLike[str] | None = None, switches: Switches | None = None) -> tuple[Plan, ...]:
     """The plans of all installed patch sets."""
     from vllm_compat.judge import decide
     from vllm_compat.registry import discover

@@ -155,9 +155,7 @@ def checked(patch_set: PatchSet) -> PatchSet:
                 raise PlanError(f"{patch.id}: {target} is not in {consumer}; only the consumer is patched")
     patches, earlier = _ordered(patch_set.patches)
     _check_conflicts(patches, earlier)
-    return PatchSet(
-        name=patch_set.name, consumer=patch_set.consumer, runtimes=patch_set.runtimes, patches=patches
-    )
+    return PatchSet(name=patch_set.name, consumer=patch_set.consumer, runtimes=patch_set.runtimes, patches=patches)
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:
@@ -203,7 +201,5 @@ def _check_conflicts(patches: tuple[Patch, ...], earlier: dict[str, frozenset[st
                     raise PlanError(f"{patch.id}: {path} is there twice")
                 inside = path.startswith(other_path + ".") or other_path.startswith(path + ".")
                 if (same or inside) and other is not patch and other.id not in earlier[patch.id]:
-                    raise PlanError(
-                        f"{patch.id} and {other.id} both change {path}: say which comes first with `after`"
-                    )
+                    raise PlanError(f"{patch.id} and {other.id} both change {path}: say which comes first with `after`")
             seen.append((path, patch))

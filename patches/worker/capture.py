@@ -58,14 +58,14 @@ class Capture:
             except Exception as error:
                 self._step = None
                 raise WorkerError(
-                    f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} (process {os.getpid()}) "
-                    f"---\n{traceback.format_exc()}--- end of the worker's traceback ---"
+                    f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} "
+                    f"(process {os.getpid()}) ---\n{traceback.format_exc()}--- end of the worker's traceback ---"
                 ) from error
             step, self._step = self._step, None
             if self._keeps_rows and self._book is not None and self._error is None:
                 try:
                     self._end_step(self._book, step, scheduler_output)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001
                     # Raised when the call ends: all ranks go on alike, so that none waits for another.
                     self._error = error
             return output
@@ -139,9 +139,7 @@ class Capture:
             elif low == high and book.tokens > 1:
                 faults.append(f"layer {layer_id}: all {book.tokens} rows hold the single value {low}")
         if faults and self._call["nonfinite"] == "error":
-            raise RuntimeError(
-                "vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows."
-            )
+            raise RuntimeError("vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows.")
         return [f"vllm_compat: {fault}" for fault in faults]
 
     def rows_by_value(self) -> list[Any]:
@@ -208,7 +206,9 @@ def _is_first_rank(worker: Any) -> bool:
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("vllm_compat: pipeline parallelism splits the layers; expected pipeline_parallel_size=1")
     if getattr(parallel, "use_sequence_parallel_moe", False):
-        raise ValueError("vllm_compat: sequence-parallel MoE splits the rows between ranks; turn expert parallelism off")
+        raise ValueError(
+            "vllm_compat: sequence-parallel MoE splits the rows between ranks; turn expert parallelism off"
+        )
     return bool(get_tp_group().rank_in_group == 0)
 
 

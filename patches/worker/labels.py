@@ -25,8 +25,8 @@ def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
     batch = getattr(runner, "input_batch", None)
     if batch is None or not hasattr(batch, "req_ids") or not hasattr(batch, "num_computed_tokens_cpu"):
         raise RuntimeError(
-            f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with req_ids; "
-            "its order of rows is unknown. If this is Model Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
+            f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
+            "req_ids; its order of rows is unknown. If this is Model Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     scheduled = scheduler_output.num_scheduled_tokens
     ids = list(batch.req_ids[: batch.num_reqs])
@@ -40,8 +40,8 @@ def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
     for label in labels:
         if label.position != sent[label.request_id]:
             raise RuntimeError(
-                f"vllm_compat: request {label.request_id}: the model runner is at token {label.position}, the scheduler "
-                f"sent token {sent[label.request_id]}"
+                f"vllm_compat: request {label.request_id}: the model runner is at token {label.position}, the "
+                f"scheduler sent token {sent[label.request_id]}"
             )
     return labels
 

@@ -73,6 +73,6 @@ def residual_stream(layer: str, output: Any) -> torch.Tensor:
             return hidden + residual
     kinds = [type(part).__name__ for part in output] if isinstance(output, tuple) else type(output).__name__
     raise TypeError(
-        f"vllm_compat: decoder layer {layer} returned {kinds}; expected a tensor, or a pair of hidden states and residual "
-        "of one shape. This model's residual stream is not understood, so its rows are not guessed."
+        f"vllm_compat: decoder layer {layer} returned {kinds}; expected a tensor, or a pair of hidden states and "
+        "residual of one shape. This model's residual stream is not understood, so its rows are not guessed."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,14 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("vllm", "speculators")),
-        reason="needs vllm and speculators",
-    ),
-]
 
 
 def demo(*args: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:

@@ -88,7 +88,9 @@ def test_a_nan_row_is_named_by_prompt_position_and_layer(
 
     extraction.in_worker(plant)
     prompts = prompts_of(20, 30, 25)
-    with pytest.raises(RuntimeError, match=r"prompt 1 \(request \w+\), position 12, layer 5: hidden state is not finite"):
+    with pytest.raises(
+        RuntimeError, match=r"prompt 1 \(request \w+\), position 12, layer 5: hidden state is not finite"
+    ):
         extraction.generate(prompts)
     monkeypatch.setenv("VLLM_COMPAT_NONFINITE", "warn")
     with caplog.at_level("WARNING", "vllm_compat"):
@@ -120,7 +122,7 @@ def test_a_layer_output_of_unknown_form_is_an_error(extraction: Any, prompts_of:
         layer.forward = lambda *args, **kwargs: (*run(*args, **kwargs), None)
 
     extraction.in_worker(plant)
-    with pytest.raises(RuntimeError, match="decoder layer LlamaDecoderLayer returned .* not understood"):
+    with pytest.raises(RuntimeError, match=r"decoder layer LlamaDecoderLayer returned .* not understood"):
         extraction.generate(prompts_of(20, 30))
 
 
@@ -129,7 +131,9 @@ def test_a_prompt_that_cannot_be_scheduled_is_an_error_not_the_end(extraction: A
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks() - 4)  # room for 64 tokens
     try:
-        with pytest.raises(RuntimeError, match="2 prompts cannot be scheduled; the first is request .* with 100 tokens"):
+        with pytest.raises(
+            RuntimeError, match=r"2 prompts cannot be scheduled; the first is request .* with 100 tokens"
+        ):
             extraction.generate(prompts_of(30, 100, 20))
     finally:
         pool.free_blocks(taken)

@@ -90,7 +90,10 @@ def test_prefix_caching_switched_on_still_computes_every_row(model: Path, extrac
     assert extraction.generator.vllm_config.cache_config.enable_prefix_caching
     hashed = []
     add = extraction.generator.scheduler.add_request
-    extraction.generator.scheduler.add_request = lambda request: (hashed.append(len(request.block_hashes)), add(request))
+    extraction.generator.scheduler.add_request = lambda request: (
+        hashed.append(len(request.block_hashes)),
+        add(request),
+    )
     shared, a, b, c = prompts_of(64, 30, 41, 7)
     for _ in range(3):
         extraction.check([shared + a, shared + b, shared + c])

@@ -7,7 +7,6 @@ as its `local_rank`, and torch.compile is off: compiling takes minutes and is no
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import math
@@ -16,16 +15,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("vllm", "speculators")),
-        reason="needs vllm and speculators",
-    ),
-]
 
 TOTAL_LENGTH = 1024
 DRAFT_VOCABULARY = 128

@@ -116,18 +116,12 @@ class World:
             old.rmdir()
         if version is not None:
             info = f"{name}-{version}.dist-info"
-            self.write(
-                f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nlong text\n"
-            )
+            self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\nlong text\n")
             self.write(f"{info}/entry_points.txt", entry_points)
 
     def run(self, *parts: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Runs code (its parts one after the other) in a fresh Python; switches come only from `env`."""
-        clean = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("VLLM_COMPAT", "PYTHON"))
-        }
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_COMPAT", "PYTHON"))}
         clean.update(env, PYTHONPATH=os.pathsep.join([str(self.site), str(self.engine)]))
         if "PYTHONPYCACHEPREFIX" not in env:
             clean["PYTHONDONTWRITEBYTECODE"] = "1"  # tests rewrite files faster than time stamps change

@@ -162,9 +162,7 @@ def test_off(check: Check, ambient: None) -> None:
     else: assert False
     """
     assert check(code, PLAIN, VLLM_COMPAT="0") == ""
-    assert (
-        check(AMBIENT, PLAIN, code.replace('["reason"]', '["consumers"][0]["reason"]'), VLLM_COMPAT="0") == ""
-    )
+    assert check(AMBIENT, PLAIN, code.replace('["reason"]', '["consumers"][0]["reason"]'), VLLM_COMPAT="0") == ""
 
 
 def test_switches_are_read_at_the_import_of_the_consumer(check: Check) -> None:
@@ -199,9 +197,7 @@ REFUSED = """
         ),
     ],
 )
-def test_bad_pair(
-    world, check: Check, ambient: None, distribution: str, version: str | None, wanted: str
-) -> None:
+def test_bad_pair(world, check: Check, ambient: None, distribution: str, version: str | None, wanted: str) -> None:
     world.install(distribution, version)
     text = check(REFUSED)
     assert wanted in text
@@ -256,9 +252,7 @@ def test_disable(check: Check) -> None:
     vllm_compat.require()
     """
     check(code, VLLM_COMPAT_DISABLE="generate")
-    assert "'genrate', which is no patch: did you mean 'generate'?" in check(
-        REFUSED, VLLM_COMPAT_DISABLE="genrate"
-    )
+    assert "'genrate', which is no patch: did you mean 'generate'?" in check(REFUSED, VLLM_COMPAT_DISABLE="genrate")
 
 
 def test_failing_change_takes_everything_back(check: Check, ambient: None) -> None:
@@ -352,9 +346,7 @@ def test_fork_keeps_the_ledger(check: Check) -> None:
 
 
 def test_threads_importing_at_once(world, check: Check) -> None:
-    world.write(
-        "fakeuser/gen.py", "import time; time.sleep(0.05)\n" + (world.site / "fakeuser/gen.py").read_text()
-    )
+    world.write("fakeuser/gen.py", "import time; time.sleep(0.05)\n" + (world.site / "fakeuser/gen.py").read_text())
     code = """
     import threading, importlib, sys
     sys.setswitchinterval(1e-5)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-wrapt = pytest.importorskip("wrapt")
+import wrapt
 
 HOOK = """
     import wrapt

@@ -1,4 +1,4 @@
-"""The book of one call, driven by a model of the scheduler: every row lands at its request and position, or an error."""
+"""The book of one call, driven by a model of the scheduler: every row lands in its place, or an error."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ import pytest
 @pytest.fixture
 def cli(world) -> Any:
     def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return world.run(
-            f"import sys, vllm_compat.cli as cli; sys.exit(cli.main({list(arguments)!r}))", **env
-        )
+        return world.run(f"import sys, vllm_compat.cli as cli; sys.exit(cli.main({list(arguments)!r}))", **env)
 
     return run
 
@@ -63,9 +61,7 @@ def test_blocked(cli, world) -> None:
     assert cli("plan").returncode == 0
     done = cli("plan", VLLM_COMPAT_DISABLE="start")
     assert done.returncode == 1
-    assert (
-        "problem: generate: needs start, which does not apply (disabled: VLLM_COMPAT_DISABLE)" in done.stdout
-    )
+    assert "problem: generate: needs start, which does not apply (disabled: VLLM_COMPAT_DISABLE)" in done.stdout
     assert cli("plan", VLLM_COMPAT_DISABLE="start,generate").returncode == 0
 
 

@@ -21,11 +21,7 @@ OWN = re.compile(r"vllm[_-]compat", re.IGNORECASE)
 @pytest.mark.parametrize("file", ENGINE, ids=lambda file: file.name)
 def test_names_nothing_foreign(file: Path) -> None:
     tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
-    found = [
-        f"{token.start[0]}: {token.string[:60]}"
-        for token in tokens
-        if FOREIGN.search(OWN.sub("", token.string))
-    ]
+    found = [f"{token.start[0]}: {token.string[:60]}" for token in tokens if FOREIGN.search(OWN.sub("", token.string))]
     assert found == []
 
 
@@ -63,9 +59,7 @@ before = set(sys.modules)
 exec(compile(open({str(file)!r}).read(), "startup", "exec"), {{"__name__": "startup"}})
 print(sorted(set(sys.modules) - before))
 """
-    done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout in ("[]\n", "['__future__']\n")
 
 

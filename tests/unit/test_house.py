@@ -12,9 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_ci_runs_the_readme_test_command() -> None:
-    (command,) = re.findall(
-        r"^python3 -m venv .*tox -e tests$", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
+    (command,) = re.findall(r"^python3 -m venv .*tox -e tests$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert command in (ROOT / ".ci" / "run").read_text().splitlines()
 
 

@@ -101,10 +101,7 @@ def locate(tmp_path: Path) -> Sources:
 
 
 FITS: list[tuple[str, dict[str, Any]]] = [
-    *[
-        (name, {})
-        for name in ("ospath", "json", "Anything", "helper", "A", "B", "C", "typed", "Empty", "Chosen")
-    ],
+    *[(name, {}) for name in ("ospath", "json", "Anything", "helper", "A", "B", "C", "typed", "Empty", "Chosen")],
     ("plain", {"parameters": ("first", "second", "rest", "keyword", "more"), "absent": ("x",)}),
     ("one_line", {"parameters": ("x",)}),
     ("decorated", {"parameters": ("request",)}),

@@ -97,9 +97,7 @@ def check_use(wheel: Path, folder: Path) -> None:
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, folder / "env"], check=True)
     python, command = folder / "env/bin/python", folder / "env/bin/vllm-compat"
     subprocess.run([*uv, "pip", "install", "--quiet", "--python", python, wheel], check=True)
-    env = {
-        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_COMPAT"))
-    }
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VLLM_COMPAT"))}
 
     def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
         return subprocess.run(args, cwd=folder, env=env, capture_output=True, text=True, timeout=60)

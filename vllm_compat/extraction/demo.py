@@ -139,9 +139,7 @@ class Verdict:
             "",
         ]
         if margin is not None:
-            lines.append(
-                f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row fits a wrong place as well as its own."
-            )
+            lines.append(f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row fits a wrong place as well as its own.")
         if self.folder is not None:
             lines.append(f"Files kept in {self.folder}")
         if self.ok:
@@ -305,9 +303,7 @@ def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[
     return batches, seconds
 
 
-def _write_config(
-    generator: Any, options: Options, samples: int, data: Path, folder: Path, out: Path
-) -> None:
+def _write_config(generator: Any, options: Options, samples: int, data: Path, folder: Path, out: Path) -> None:
     """Write `data_config.json` through the consumer's own class, as its script does."""
     from speculators.data_generation.config_generator import DataGenerationConfig
 
@@ -422,9 +418,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
     default = Options()
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="workers (default 1)"
-    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="workers (default 1)")
     parser.add_argument(
         "--samples",
         type=int,
@@ -461,9 +455,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="new or empty folder for everything that is made (default: a temporary one)",
     )
     parser.add_argument("--keep", action="store_true", help="do not remove the temporary folder")
-    parser.add_argument(
-        "--verbose", action="store_true", help="show the log lines of vLLM and speculators too"
-    )
+    parser.add_argument("--verbose", action="store_true", help="show the log lines of vLLM and speculators too")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

@@ -159,9 +159,7 @@ def make_tokenizer(folder: Path | str) -> Path:
     return Path(folder)
 
 
-def make_conversations(
-    path: Path | str, n: int, seed: int = 0, *, words: tuple[int, int] = (40, 400)
-) -> Path:
+def make_conversations(path: Path | str, n: int, seed: int = 0, *, words: tuple[int, int] = (40, 400)) -> Path:
     """Write `n` ShareGPT-style conversations to `path`, one JSON object a line; returns `path`.
 
     A conversation has about `words[0]` to `words[1]` words in two to four turns. Each begins with a number of

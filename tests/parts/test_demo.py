@@ -51,9 +51,7 @@ class Generator:
         return [
             {
                 "input_ids": ids,
-                "hidden_states": [
-                    torch.ones(4, len(ids), dtype=torch.bfloat16).T * layer for layer in (1, 2)
-                ],
+                "hidden_states": [torch.ones(4, len(ids), dtype=torch.bfloat16).T * layer for layer in (1, 2)],
                 "loss_mask": None,
             }
             for ids in cut
@@ -61,7 +59,8 @@ class Generator:
 
 
 def test_files_have_the_format_of_the_official_script(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     samples, generator = Samples([5, 9, 12, 7, 3]), Generator(longest=9)
     batches, seconds = demo._extract(generator, samples, 2, tmp_path / "out")
     assert generator.calls == [2, 2, 1]
@@ -81,7 +80,8 @@ def test_files_have_the_format_of_the_official_script(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_files_is_found(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     samples = Samples([5, 5, 5, 5, 5, 5])
     out = tmp_path / "out"
     demo._extract(Generator(longest=9), samples, 6, out)

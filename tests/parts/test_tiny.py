@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-
-from vllm_compat.extraction import tiny  # noqa: E402
-from vllm_compat.extraction.compare import compare  # noqa: E402
-from vllm_compat.extraction.reference import reference_states  # noqa: E402
+from vllm_compat.extraction import tiny
+from vllm_compat.extraction.compare import compare
+from vllm_compat.extraction.reference import reference_states
 
 LAYERS = 8
 LAYER_IDS = (2, 4, 5, 7)
@@ -123,10 +121,11 @@ def test_the_consumer_accepts_tokenizer_and_conversations(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own preprocessing finds the assistant's turns, and the token counts are those of its own."""
-    pytest.importorskip("datasets")
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    preprocessing = pytest.importorskip("speculators.data_generation.preprocessing")
+    from speculators.data_generation import preprocessing
+
     data = tiny.make_conversations(tmp_path / "c.jsonl", 6)
     dataset, _ = preprocessing.load_and_preprocess_dataset(
         target_model_path=str(model),
@@ -142,9 +141,7 @@ def test_the_consumer_accepts_tokenizer_and_conversations(
         assert 0 < int(row["loss_mask"].sum()) < len(row["loss_mask"])
 
 
-def test_the_reference_is_the_layers_output_before_the_final_norm(
-    model: Path, prompts: list[list[int]]
-) -> None:
+def test_the_reference_is_the_layers_output_before_the_final_norm(model: Path, prompts: list[list[int]]) -> None:
     """Held against `output_hidden_states`, whose last entry alone is normed."""
     every = list(range(LAYERS))
     states = reference_states(model, prompts[:2], every, dtype=torch.float32)
@@ -184,9 +181,7 @@ def test_rows_and_layers_of_the_model_differ_clearly_in_bfloat16(
     assert all(layer.max_relative_error < layer.tolerance / 1.5 for layer in report.layers)
 
 
-@pytest.mark.parametrize(
-    "fault", ["neighbours", "prompts", "shift", "layer", "norm", "nan", "missing", "same token"]
-)
+@pytest.mark.parametrize("fault", ["neighbours", "prompts", "shift", "layer", "norm", "nan", "missing", "same token"])
 def test_faults_in_real_states_are_found(
     fault: str, model: Path, got: list[list[Any]], want: list[list[Any]], prompts: list[list[int]]
 ) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-compare_module = pytest.importorskip("vllm_compat.extraction.compare")
+import vllm_compat.extraction.compare as compare_module
+
 compare, tolerance = compare_module.compare, compare_module.tolerance
 
 LAYERS = (2, 4, 7)

@@ -36,7 +36,7 @@ def test_residual_stream_without_residual_is_a_copy(pair: bool) -> None:
     "output", [(torch.ones(3, 2), torch.ones(3, 1)), (torch.ones(3, 2),) * 3, [torch.ones(3, 2)], None, (None, None)]
 )
 def test_an_output_of_unknown_form_is_refused(output: Any) -> None:
-    with pytest.raises(TypeError, match="decoder layer MyLayer returned .* not understood"):
+    with pytest.raises(TypeError, match=r"decoder layer MyLayer returned .* not understood"):
         residual_stream("MyLayer", output)
 
 
@@ -57,7 +57,9 @@ def test_a_model_without_decoder_layers_is_refused_by_name() -> None:
     class Strange:
         model = Stack(3)
 
-    with pytest.raises(ValueError, match=r"model class Strange .* no list of 4 decoder layers .* model.layers \(has 3\)"):
+    with pytest.raises(
+        ValueError, match=r"model class Strange .* no list of 4 decoder layers .* model.layers \(has 3\)"
+    ):
         decoder_layers(Strange(), 4)
 
 

@@ -1,0 +1,123 @@
+"""What only a GPU shows: real attention kernels, page-locked hand-over, device memory, and a parent without CUDA.
+
+Run it with ``pytest tests/gpu --tp N``; run ``pytest tests/live`` there too, its cases do not ask for the device.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Prompts = Callable[..., list[list[int]]]
+LAYER_IDS = [2, 8, 13, 15]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory, active: None) -> Path:
+    """16 layers, hidden size 2048, bfloat16: enough for several attention tiles and for copies that take a while."""
+    from vllm_compat.extraction.tiny import make_model, make_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "large"
+    make_model(folder, layers=16, hidden=2048, heads=16, kv_heads=8, max_len=4096, dtype="bfloat16")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def extraction(large: Path, extract: Callable[..., Any], tp: int) -> Any:
+    return extract(large, LAYER_IDS, max_model_len=2049, tensor_parallel_size=tp)
+
+
+def test_rows_are_right_over_several_steps_and_calls(extraction: Any, prompts_of: Prompts) -> None:
+    extraction.check(prompts_of(1000, 3, 517, 1, 64, 2))
+    shared, a, b = prompts_of(256, 30, 41)
+    for _ in range(2):
+        extraction.check([shared + a, shared + b])
+
+
+def test_batch_equals_one_by_one(extraction: Any, prompts_of: Prompts) -> None:
+    import torch
+
+    prompts = prompts_of(*[2048] * 8, 5, 700, 1300)
+    for prompt, result in zip(prompts, extraction.generate(prompts), strict=True):
+        (alone,) = extraction.generate([prompt])
+        for one, many in zip(alone["hidden_states"], result["hidden_states"], strict=True):
+            # Another batch shape takes other tiles: sums round differently, a few bfloat16 steps of the row's length.
+            error = (one.float() - many.float()).norm(dim=1) / one.float().norm(dim=1)
+            assert error.max() < 8 * 2**-8
+            assert torch.equal(one.isfinite(), many.isfinite())
+
+
+def test_the_rows_travel_through_page_locked_shared_memory(extraction: Any, prompts_of: Prompts) -> None:
+    extraction.generate(prompts_of(10))
+    assert extraction.in_worker(lambda worker: worker._vllm_compat_capture._host.is_pinned)[0] is True
+    assert extraction.generator.executor._can_map
+
+
+def test_device_memory_is_flat_over_200_calls_and_bounded_by_a_step(extraction: Any, prompts_of: Prompts) -> None:
+    def memory(worker: Any) -> tuple[int, int, int]:
+        import torch
+
+        held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return held, peak - held, len(worker.model_runner.requests)
+
+    prompts = prompts_of(*[1000] * 8)
+    extraction.generate(prompts)
+    before = extraction.in_worker(memory)
+    for _ in range(200):
+        extraction.generate(prompts)
+    after = extraction.in_worker(memory)
+    extraction.generate(prompts_of(*[1000] * 64))  # eight times the rows, in eight steps
+    eight_steps = extraction.in_worker(memory)
+    step = 8192 * 2048 * 2 * len(LAYER_IDS)  # bytes of one step's captured rows
+    for one, many, large in zip(before, after, eight_steps, strict=True):
+        assert many[0] <= one[0] + (1 << 20), "device memory grows with the calls"
+        assert large[1] <= many[1] + 2 * step, "device memory grows with the size of a call"
+        assert many[2] == 0
+
+
+def test_the_parent_never_initialises_cuda(extraction: Any, prompts_of: Prompts) -> None:
+    from vllm_compat.patches.workers import cuda_driver_is_initialised
+
+    extraction.generate(prompts_of(10))
+    assert not cuda_driver_is_initialised()
+
+
+SCRIPT = """
+import torch
+if __name__ == "__main__":
+    import vllm_compat
+    from vllm_compat.patches.workers import cuda_driver_is_initialised
+    assert not cuda_driver_is_initialised()
+    assert torch.accelerator.device_count() > 0
+    assert cuda_driver_is_initialised()  # and forked workers could not
+    from speculators.data_generation import VllmHiddenStatesGenerator
+    generator = VllmHiddenStatesGenerator({model!r}, layer_ids=[0], max_model_len=64, tensor_parallel_size={tp})
+    print("rows", generator.generate([[5, 6, 7]])[0]["hidden_states"][0].shape[0])
+"""
+
+
+def test_case_10_workers_start_after_cuda_was_asked_for_devices(model: Path, tp: int, tmp_path: Path) -> None:
+    script = tmp_path / "extract.py"
+    script.write_text(SCRIPT.format(model=str(model), tp=tp))
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_WORKER_MULTIPROC_METHOD"}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert "rows 3" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert "workers are spawned, not forked" in done.stderr
+
+    refused = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        env=environment | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+        timeout=300,
+    )
+    assert refused.returncode != 0
+    assert "VLLM_WORKER_MULTIPROC_METHOD=fork, but this process has already initialised CUDA" in refused.stderr
