@@ -7,7 +7,7 @@ from _thread import get_ident as _get_ident
 
 __version__ = "0.1.0"
 
-from vllm_compat._startup import finder as _finder
+from _vllm_compat_startup import finder as _finder
 from vllm_compat.activation import activate, deactivate, require, status
 from vllm_compat.errors import CompatError, PatchError, PlanError
 from vllm_compat.plan import plan

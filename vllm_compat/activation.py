@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 
+from _vllm_compat_startup import arm, finder
 from vllm_compat import discovery, switches
-from vllm_compat._startup import arm, finder
 from vllm_compat.errors import CompatError
 
 TYPE_CHECKING = False
@@ -37,11 +37,10 @@ def activate(route: str = "import") -> None:
         return
     names = [entry.name for entry in discovery.entry_points()]
     _reason = None if names else _no_patches()
-    for name in names:
-        if name in sys.modules:
-            _engine(name).wake(route)
-        else:
-            arm([name], route)
+    present = [name for name in names if name in sys.modules]
+    arm([name for name in names if name not in present], route)
+    for name in present:
+        _engine(name).wake(route)
 
 
 def _no_patches() -> str:
@@ -76,6 +75,7 @@ def deactivate() -> tuple[str, ...]:
     """
     global _reason
     _reason = "deactivate() was called"
+    finder().declined = True
     finder().routes.clear()
     return tuple(text for engine in list(_engines.values()) for text in engine.undo())
 
@@ -94,7 +94,8 @@ def status() -> dict[str, Any]:
     """What is on in this process, as plain data.
 
     `active`: patches are applied or will be when their module is imported. `state` of each consumer: armed
-    (waiting for its import), awake (patching), off (VLLM_COMPAT=0), failed, idle; `reason` says why.
+    (waiting for its import), awake (patching), off (VLLM_COMPAT=0), failed, idle; `reason` says why. `routes`: every
+    way by which vllm_compat came into this process, in order; a forked child has inherited its parent's.
     """
     from vllm_compat import __version__, ledger
 
@@ -122,6 +123,9 @@ def status() -> dict[str, Any]:
         "pid": pid,
         "active": any(each["state"] == "awake" for each in consumers),
         "route": next((each["route"] for each in consumers if each["route"]), None),
+        "routes": [
+            {"route": route, "pid": taken_in, "inherited": taken_in != pid} for route, taken_in in finder().taken
+        ],
         "reason": _reason,
         "consumers": consumers,
         "patches": ledger.entries(),

@@ -3,15 +3,14 @@
 `importlib.metadata` would answer the same question, but importing it costs more than everything else that
 `import vllm_compat` does, and at that moment only the consumers' names are wanted. So the few lines that
 matter are read here: `entry_points.txt` of each `*.dist-info` (or `*.egg-info`) folder on sys.path. A
-distribution that is there twice counts once, the first on the path, as for imports. Zip files are not read.
+distribution that is there twice counts once, the first on the path, as for imports, and so does an entry point that
+two distributions declare alike. Zip files are not read. This file can be loaded on its own, like the start-up hook.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-
-from vllm_compat.errors import PlanError
 
 GROUP = "vllm_compat.patches"
 _NORMAL = str.maketrans("_.", "--")
@@ -38,10 +37,12 @@ def entry_points() -> tuple[EntryPoint, ...]:
                 continue
             seen.add(distribution)
             for name, value in _group(text):
-                if name in found:
+                if name in found and found[name].value != value:
+                    from vllm_compat.errors import PlanError
+
                     both = f"{found[name].distribution} and {distribution}"
                     raise PlanError(f"two packages bring patches for {name}: {both}; uninstall one")
-                found[name] = EntryPoint(name, value, distribution)
+                found.setdefault(name, EntryPoint(name, value, distribution))
     return tuple(found[name] for name in sorted(found))
 
 

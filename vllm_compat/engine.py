@@ -22,8 +22,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from _vllm_compat_startup import EXPLICIT, Finder, finder
 from vllm_compat import ledger, patching
-from vllm_compat._startup import EXPLICIT, Finder, finder
 from vllm_compat.decisions import Plan
 from vllm_compat.errors import CompatError, PatchError, PlanError
 from vllm_compat.judge import decide, too_late

@@ -11,6 +11,7 @@ Records are checked when they are loaded: a wrong one is an error where it is wr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -129,12 +130,25 @@ def _load(entry: EntryPoint) -> PatchSet:
     try:
         found = getattr(import_module(module.strip()), name.strip())
     except Exception as error:
-        raise PlanError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
+        cause = _hidden_by_source(module.strip(), error) or f"{type(error).__name__}: {error}"
+        raise PlanError(f"{where} cannot be loaded: {cause}") from error
     if not isinstance(found, PatchSet):
         raise PlanError(f"{where} is a {type(found).__name__}, expected a vllm_compat.registry.PatchSet")
     if found.consumer.module != entry.name:
         raise PlanError(f"{where} is for the consumer {found.consumer.module}; both must have one name")
     return checked(found)
+
+
+def _hidden_by_source(module: str, error: Exception) -> str | None:
+    """The trap of a Python started in the checkout: its `vllm_compat` is found before the installed one."""
+    if not (isinstance(error, ModuleNotFoundError) and error.name == module and module.startswith("vllm_compat.")):
+        return None
+    folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return (
+        f"vllm_compat was imported from {folder}, a source tree, where {module} does not exist: only installing makes "
+        "it. The tree hides the installed package. Start Python in another folder, or so that the current folder is "
+        "not searched: a command such as `pytest` instead of `python -m pytest`, or `python -P`"
+    )
 
 
 def checked(patch_set: PatchSet) -> PatchSet:

@@ -16,6 +16,7 @@ from textwrap import dedent
 import packaging
 import pytest
 
+import _vllm_compat_startup
 import vllm_compat
 
 RUNTIME = """
@@ -93,6 +94,8 @@ class World:
         for package in (vllm_compat, packaging):
             source = Path(str(package.__file__)).parent
             (self.engine / source.name).symlink_to(source)
+        startup = Path(str(_vllm_compat_startup.__file__))
+        (self.engine / startup.name).symlink_to(startup)
         self.write("fakerun/__init__.py", "")
         self.write("fakerun/core.py", RUNTIME)
         self.write("fakeuser/__init__.py", "")

@@ -28,8 +28,8 @@ AMBIENT = """
 
 @pytest.fixture
 def ambient(world) -> None:
-    """_startup.py as a lone file, as a start-up route would have it."""
-    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "vllm_compat" / "_startup.py")
+    """Another copy of the start-up hook, as a second installation would bring it."""
+    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "_vllm_compat_startup.py")
 
 
 def test_import_first(check: Check) -> None:

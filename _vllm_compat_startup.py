@@ -1,13 +1,17 @@
-"""The import hook that wakes the engine. Standard library only; every route uses it.
+"""The import hook that wakes vllm_compat. Every route uses it; in a Python start it is all that is loaded of us.
 
-It can be loaded as a file, without the package around it. A Python that never imports a consumer pays for one
-dictionary look-up per import and nothing else: the engine is imported when a consumer is. Looking for a
-consumer (`importlib.util.find_spec`) wakes nothing, only importing it does. Copies of this file share one
-finder, so any number of routes is the same as one; an explicit route outranks an ambient one.
+A module of its own beside the package, because Python's start-up files and the entry points of plugins can only name
+something to import, and importing the package means asking for patches. It imports nothing that a bare Python start has
+not imported already (not even `__future__`), and reads no environment variable: a Python that never imports a consumer
+pays for this file and for one dictionary look-up per import. The engine is imported when a consumer is. Looking for a
+consumer (`importlib.util.find_spec`) wakes nothing, only importing it does. Copies of this file share one finder, so
+any number of routes is the same as one; a route that a person took outranks one that was just there.
+
+It knows no consumer by name: who calls it says the name, as `arm(["consumer"], "pth")`, or, where only the name of a
+function can be given, as `start_consumer` or `plugin_consumer`.
 """
 
-from __future__ import annotations
-
+import os
 import sys
 from _thread import get_ident
 
@@ -18,19 +22,38 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-EXPLICIT = ("import", "explicit")  # routes that a person took: errors are raised. Others only warn.
+EXPLICIT = ("import", "explicit", "run")  # routes that a person took: errors are raised. Others only warn.
+_BY_NAME = ("start", "plugin")  # routes by a function's name
 
 
-def arm(names: Iterable[str], route: str) -> Finder:
-    """Waits for these top-level packages; the first import of one wakes the engine."""
+def arm(names: "Iterable[str]", route: str) -> "Finder":
+    """Waits for these top-level packages; the first import of one wakes the engine.
+
+    A route that nobody asked for does not undo `deactivate()`.
+    """
     found = finder()
+    found.note(route)
+    if route in EXPLICIT:
+        found.declined = False
     for name in names:
-        if found.routes.get(name) not in EXPLICIT:
+        if found.routes.get(name) not in EXPLICIT and not found.declined:
             found.routes[name] = route
     return found
 
 
-def finder() -> Finder:
+def __getattr__(name: str) -> "Callable[[], None]":
+    """`ROUTE_CONSUMER`: a function without arguments that arms for this consumer by this route."""
+    route, _, consumer = name.partition("_")
+    if route not in _BY_NAME or not consumer:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def by_name() -> None:
+        arm([consumer], route)
+
+    return by_name
+
+
+def finder() -> "Finder":
     """The one finder of this process, first on sys.meta_path."""
     for each in sys.meta_path:
         if getattr(each, "is_vllm_compat", False):
@@ -50,11 +73,17 @@ class Finder:
         self.routes: dict[str, str] = {}  # consumer -> route, until it has been imported
         self.watched: dict[str, Callable[[ModuleType], None]] = {}  # module -> called after each execution
         self.waking: set[int] = set()  # threads that import the engine for an ambient route
+        self.declined = False  # somebody has called deactivate()
+        self.taken: list[tuple[str, int]] = []  # routes by which we came here, with the process they were taken in
         self._searching: set[tuple[str, int]] = set()
 
+    def note(self, route: str) -> None:
+        if (route, os.getpid()) not in self.taken:
+            self.taken.append((route, os.getpid()))
+
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         key = (name, get_ident())
         if (name not in self.routes and name not in self.watched) or key in self._searching:
             return None
@@ -97,15 +126,15 @@ class Finder:
 class Loader:
     """Stands before a module's own loader until the module has been executed, then leaves no trace in it."""
 
-    def __init__(self, loader: Any, finder: Finder) -> None:
+    def __init__(self, loader: "Any", finder: Finder) -> None:
         self._loader, self._finder = loader, finder
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+    def create_module(self, spec: "ModuleSpec") -> "ModuleType | None":
         self._finder.wake(spec.name)
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 
-    def exec_module(self, module: ModuleType) -> None:
+    def exec_module(self, module: "ModuleType") -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
@@ -114,7 +143,7 @@ class Loader:
         if after is not None:
             after(module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
 
 
