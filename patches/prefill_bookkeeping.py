@@ -50,8 +50,8 @@ def whole_prompt_scheduler(original: type) -> type:
                 f"vllm_compat: {len(self.requests)} prompts cannot be scheduled; the first is "
                 f"request {request.request_id} with {request.num_prompt_tokens} tokens, "
                 f"{request.num_computed_tokens} computed. Free KV-cache blocks: {pool.get_num_free_blocks()} "
-                f"of {pool.num_gpu_blocks}, block size {self.block_size}. Give the generator more memory (gpu_memory_utilization) or a smaller "
-                "max_model_len."
+                f"of {pool.num_gpu_blocks}, block size {self.block_size}. Give the generator "
+                "more memory (gpu_memory_utilization) or a smaller max_model_len."
             )
 
     return WholePromptScheduler

@@ -23,7 +23,7 @@ def proven_executor(original: type) -> type:
     class ProvenExecutor(original):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Read by the extension when the worker imports it, which is before the worker loads the model.
-            with _environment({EXPECTED: fingerprint(), **_start_method()}):
+            with _environment({EXPECTED: fingerprint(), **_start_method()}), _host_threads():
                 super().__init__(*args, **kwargs)
             try:
                 self._check_workers()
@@ -88,6 +88,19 @@ def cuda_driver_is_initialised() -> bool:
     except (AttributeError, OSError):  # no such flag on this platform, or nobody has loaded the driver
         return False
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != not_initialised
+
+
+@contextlib.contextmanager
+def _host_threads() -> Iterator[None]:
+    """Keep this process's threads: vLLM sets them to one, for its workers' sake (``set_multiprocessing_worker_envs``),
+    and the consumer then copies each batch's hidden states with a single core."""
+    import torch
+
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextlib.contextmanager

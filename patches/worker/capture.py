@@ -43,7 +43,7 @@ class Capture:
         self._copies = Copies()
         if self._keeps_rows:
             layers = decoder_layers(self._runner.get_model(), _number_of_layers(worker))
-            tap(layers, self.layer_ids, self._keep)
+            tap(layers, self.layer_ids, self._in_a_call, self._keep)
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -72,9 +72,12 @@ class Capture:
 
         self._runner.execute_model = execute_model
 
+    def _in_a_call(self) -> bool:
+        """False in warm-up runs, which are no steps of a call."""
+        return self._step is not None and self._book is not None
+
     def _keep(self, layer_id: int, rows: torch.Tensor) -> None:
-        if self._step is None or self._book is None:  # warm-up
-            return
+        assert self._step is not None
         if layer_id in self._step:
             raise RuntimeError(f"vllm_compat: decoder layer {layer_id} ran twice in one step; its rows are not guessed")
         self._step[layer_id] = rows

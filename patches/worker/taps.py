@@ -34,8 +34,8 @@ def decoder_layers(model: Any, expected: int) -> Any:
     )
 
 
-def tap(layers: Any, layer_ids: list[int], sink: Sink) -> list[Any]:
-    """Call ``sink(layer_id, rows)`` whenever a layer has run; ``rows`` is ``[tokens, hidden]`` and the caller's own.
+def tap(layers: Any, layer_ids: list[int], wanted: Callable[[], bool], sink: Sink) -> list[Any]:
+    """Call ``sink(layer_id, rows)`` when a layer has run and ``wanted()``; the ``rows`` ``[tokens, hidden]`` are its own.
 
     A tap sees what the layer returned and returns nothing, so the model's forward stays as it is.
 
@@ -45,7 +45,8 @@ def tap(layers: Any, layer_ids: list[int], sink: Sink) -> list[Any]:
 
     def hook_for(layer_id: int) -> Callable[[Any, Any, Any], None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            sink(layer_id, residual_stream(type(module).__name__, output))
+            if wanted():
+                sink(layer_id, residual_stream(type(module).__name__, output))
 
         return hook
 

@@ -64,10 +64,13 @@ def test_a_model_without_decoder_layers_is_refused_by_name() -> None:
 
 
 def test_taps_do_not_change_the_forward_and_can_be_removed() -> None:
-    stack, seen = Stack(3), []
-    handles = tap(stack.layers, [0, 2], lambda layer, rows: seen.append((layer, rows)))
+    stack, seen, wanted = Stack(3), [], [True]
+    handles = tap(stack.layers, [0, 2], lambda: bool(wanted), lambda layer, rows: seen.append((layer, rows)))
     value = torch.ones(2, 2)
     assert stack.layers[2](value) is value
+    wanted.clear()
+    stack.layers[2](value)
+    wanted.append(True)
     for handle in handles:
         handle.remove()
     stack.layers[2](value)

@@ -1,0 +1,66 @@
+"""One extraction that needs every patch: run by `test_patches.py` in its own process, with one of them switched off.
+
+A tokenizer with remote code, prompts cut at a small step budget, shared prefixes over two calls with the prefix cache
+on, rows against the reference, proven workers, and no tensor in a reply.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main(model: Path) -> None:
+    import torch
+    from speculators.data_generation import vllm_hidden_states_generator as module
+
+    import vllm_compat
+    from vllm_compat.extraction.compare import compare
+    from vllm_compat.extraction.reference import reference_states
+
+    cache_config = module.CacheConfig
+
+    def cache_switched_on(**settings: Any) -> Any:
+        config = cache_config(**settings)
+        config.enable_prefix_caching = True
+        return config
+
+    module.CacheConfig = cache_switched_on
+    layer_ids = [1, 3]
+    generator = module.VllmHiddenStatesGenerator(str(model), layer_ids=layer_ids, max_model_len=256)
+    tensors_in_replies = listen(generator.executor)
+    shared = list(range(10, 58))
+    prompts = [shared + list(range(start, start + 90)) for start in (100, 200, 300)]
+    want = reference_states(model, prompts, layer_ids, dtype=torch.bfloat16)
+    for _ in range(2):
+        got = [result["hidden_states"] for result in generator.generate(prompts)]
+        report = compare(got, want, layer_ids=layer_ids, prompts=prompts)
+        assert report.ok, f"wrong rows:\n{report.as_text()}"
+    workers = vllm_compat.status()["workers"]
+    assert len(workers) == 1, f"{len(workers)} proven workers"
+    assert not tensors_in_replies, f"{len(tensors_in_replies)} replies held tensors"
+    print("all right")
+
+
+def listen(executor: Any) -> list[Any]:
+    """Collects the replies of rank 0 that hold tensors."""
+    import torch
+
+    queue, found = executor.response_mqs[0], []
+    dequeue = queue.dequeue
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        status, reply = dequeue(*args, **kwargs)
+        if isinstance(reply, list) and any(isinstance(part, torch.Tensor) for part in reply):
+            found.append(reply)
+        return status, reply
+
+    queue.dequeue = listening
+    return found
+
+
+if __name__ == "__main__":
+    import vllm_compat  # noqa: F401 - before the consumer
+
+    main(Path(sys.argv[1]))
