@@ -27,8 +27,8 @@ SCHEMA = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser(demo=given[:1] == ["demo"]).parse_args(given)
     try:
+        arguments = _parser(command=given[0] if given else "").parse_args(given)
         return int(arguments.run(arguments))
     except CompatError as error:
         print(f"vllm-compat: {error}", file=sys.stderr)
@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser(*, demo: bool) -> argparse.ArgumentParser:
+def _parser(*, command: str) -> argparse.ArgumentParser:
+    """`command`: the one that was given; what others alone need is not loaded."""
+    given = command
     parser = argparse.ArgumentParser(prog="vllm-compat", description="Patches that apply when they are needed.")
     parser.add_argument("--version", action="version", version=f"vllm-compat {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -53,18 +55,82 @@ def _parser(*, demo: bool) -> argparse.ArgumentParser:
     command.add_argument("id")
     command.add_argument("--json", action="store_true", help="one JSON object")
     command.set_defaults(run=_explain)
+    command = commands.add_parser("doctor", help="the plan, the routes that are live, and what the machine lacks")
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.add_argument("--target", type=Path, metavar="DIR", help="look at this site-packages folder instead")
+    if given == "doctor":
+        _add_options(command)
+    command.set_defaults(run=_doctor)
+    command = commands.add_parser(
+        "run", help="start a script with patches where the start-up file cannot act", usage="%(prog)s [-m] SCRIPT ..."
+    )
+    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    command.add_argument("script", metavar="SCRIPT")
+    command.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    command.set_defaults(run=_run)
+    command = commands.add_parser("sitecustomize-dir", help="the folder that does the same on PYTHONPATH")
+    command.set_defaults(run=_sitecustomize_dir)
     command = commands.add_parser("demo", help="extract from a tiny model, compare every row")
-    if demo:  # loaded only when asked for
+    if given == "demo":
         module = import_module("vllm_compat.extraction.demo")
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     return parser
 
 
+def _add_options(command: argparse.ArgumentParser) -> None:
+    """The options that the checks of installed patch sets read."""
+    for option in (option for each in discover() for option in each.options):
+        kind = int if isinstance(option.default, int) else str
+        words = option.help if option.default is None else f"{option.help} (default {option.default})"
+        command.add_argument(
+            f"--{option.name}",
+            dest=f"option:{option.name}",
+            default=option.default,
+            type=kind,
+            metavar="N" if kind is int else "DIR",
+            help=words,
+        )
+
+
+def _no_folder(target: Path | None) -> bool:
+    if target is None or target.is_dir():
+        return False
+    print(f"vllm-compat: {target} is no folder; give a site-packages folder", file=sys.stderr)
+    return True
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from vllm_compat.doctor import diagnose
+
+    if _no_folder(arguments.target):
+        return 2
+    options = {name.partition(":")[2]: value for name, value in vars(arguments).items() if name.startswith("option:")}
+    found = diagnose(target=arguments.target, options=options)
+    if arguments.json:
+        _print_json(found.as_dict())
+    else:
+        print(found.as_text())
+    return 0 if found.ok else 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from vllm_compat.launch import run
+
+    run(arguments.script, arguments.arguments, module=arguments.module)
+    return 0
+
+
+def _sitecustomize_dir(arguments: argparse.Namespace) -> int:
+    from vllm_compat.launch import sitecustomize_dir
+
+    print(sitecustomize_dir())
+    return 0
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     target: Path | None = arguments.target
-    if target is not None and not target.is_dir():
-        print(f"vllm-compat: {target} is no folder; give a site-packages folder", file=sys.stderr)
+    if _no_folder(target):
         return 2
     found = plans(target=target)
     if arguments.json:

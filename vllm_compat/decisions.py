@@ -71,18 +71,18 @@ class Plan:
         """What was found and what is supported."""
         rows = [("package", "found", "supported", "")]
         rows += [(each.module, each.version or "-", each.supported or "any", each.status) for each in self.packages]
-        return _columns(rows)
+        return columns(rows)
 
     def as_text(self) -> str:
         """The plan for people."""
         rows = [(each.status, each.patch_id, each.reason) for each in self.decisions]
-        parts = [self.headline(), self.table(), _columns(rows)]
+        parts = [self.headline(), self.table(), columns(rows)]
         parts += [f"problem: {text}" for text in self.problems]
         parts += [f"warning: {text}" for text in self.warnings]
         return "\n".join(part for part in parts if part)
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join("  " + line.rstrip() for line in lines)

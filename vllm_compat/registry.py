@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -98,11 +98,58 @@ class Package:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownBad:
+    """Releases that do not work together, whatever is patched. For `vllm-compat doctor`."""
+
+    ranges: Mapping[str, str]  # package module -> PEP 440 range; bad where every one matches
+    symptom: str
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a check found. `status`: ok, note, warning or problem."""
+
+    status: str
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a check may look at, beside the machine itself."""
+
+    environ: Mapping[str, str]
+    versions: Mapping[str, str | None]  # package module -> version as installed
+    options: Mapping[str, Any]  # of `vllm-compat doctor`, by the names of the set's options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Something about the machine that this patch set's consumer will need. Imports neither consumer nor runtime."""
+
+    name: str
+    run: Callable[[Surroundings], Iterable[Finding]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of `vllm-compat doctor` that checks read."""
+
+    name: str  # "batch-size"
+    default: int | str | None
+    help: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PatchSet:
     name: str
     consumer: Package
     runtimes: tuple[Package, ...]
     patches: tuple[Patch, ...]
+    known_bad: tuple[KnownBad, ...] = ()
+    checks: tuple[Check, ...] = ()
+    options: tuple[Option, ...] = ()
 
     @property
     def packages(self) -> tuple[Package, ...]:
@@ -167,9 +214,14 @@ def checked(patch_set: PatchSet) -> PatchSet:
             if isinstance(target, Rebind) and target.module.partition(".")[0] != patch_set.consumer.module:
                 consumer = patch_set.consumer.module
                 raise PlanError(f"{patch.id}: {target} is not in {consumer}; only the consumer is patched")
+    for bad in patch_set.known_bad:
+        for module, specifier in bad.ranges.items():
+            if module not in modules:
+                raise PlanError(f"known-bad range for {module}, which is no package of {patch_set.name}")
+            ranges(specifier)
     patches, earlier = _ordered(patch_set.patches)
     _check_conflicts(patches, earlier)
-    return PatchSet(name=patch_set.name, consumer=patch_set.consumer, runtimes=patch_set.runtimes, patches=patches)
+    return replace(patch_set, patches=patches)
 
 
 def _unique(names: Iterable[str], what: str, where: str) -> None:

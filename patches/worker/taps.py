@@ -35,7 +35,7 @@ def decoder_layers(model: Any, expected: int) -> Any:
 
 
 def tap(layers: Any, layer_ids: list[int], wanted: Callable[[], bool], sink: Sink) -> list[Any]:
-    """Call ``sink(layer_id, rows)`` when a layer has run and ``wanted()``; the ``rows`` ``[tokens, hidden]`` are its own.
+    """Call ``sink(layer_id, rows)`` when a layer has run and ``wanted()``; ``rows`` ``[tokens, hidden]`` are its own.
 
     A tap sees what the layer returned and returns nothing, so the model's forward stays as it is.
 
