@@ -13,6 +13,7 @@ from vllm_compat.patches import (
     hand_over,
     kv_cache_planning,
     prefill_bookkeeping,
+    preflight,
     reply_shape,
     request_construction,
     scheduler_construction,
@@ -51,4 +52,7 @@ SPECULATORS = PatchSet(
         hand_over.PATCH,
         reply_shape.PATCH,
     ),
+    known_bad=preflight.KNOWN_BAD,
+    checks=preflight.CHECKS,
+    options=preflight.OPTIONS,
 )

@@ -28,7 +28,7 @@ SCHEMA = 1
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parser(command=given[0] if given else "").parse_args(given)
+        arguments = _parser(given[0] if given else "").parse_args(given)
         return int(arguments.run(arguments))
     except CompatError as error:
         print(f"vllm-compat: {error}", file=sys.stderr)
@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _parser(*, command: str) -> argparse.ArgumentParser:
-    """`command`: the one that was given; what others alone need is not loaded."""
-    given = command
+def _parser(given: str) -> argparse.ArgumentParser:
+    """`given`: the command that was given; what others alone need is not loaded."""
     parser = argparse.ArgumentParser(prog="vllm-compat", description="Patches that apply when they are needed.")
     parser.add_argument("--version", action="version", version=f"vllm-compat {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
