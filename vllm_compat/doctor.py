@@ -104,7 +104,8 @@ def _of_set(
         yield "packages", finding
     given = {**{option.name: option.default for option in patch_set.options}, **options}
     versions = {each.module: each.version for each in plan.packages}
-    surroundings = Surroundings(environ=os.environ, versions=versions, options=given)
+    path = tuple(sys.path) if target is None else (str(target),)
+    surroundings = Surroundings(environ=os.environ, versions=versions, options=given, path=path)
     for check in patch_set.checks:
         try:
             for finding in check.run(surroundings):

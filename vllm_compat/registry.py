@@ -122,6 +122,7 @@ class Surroundings:
     environ: Mapping[str, str]
     versions: Mapping[str, str | None]  # package module -> version as installed
     options: Mapping[str, Any]  # of `vllm-compat doctor`, by the names of the set's options
+    path: tuple[str, ...]  # where the packages are: sys.path, or the site-packages folder that is judged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,14 @@ import os
 from typing import Any
 
 import vllm_compat
+from _vllm_compat_startup import finder
 from vllm_compat.patches.worker.capture import Capture
-from vllm_compat.patches.worker.fingerprint import EXPECTED, fingerprint
+from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
 from vllm_compat.patches.worker.memory import memory_report
 
 __all__ = ["HiddenStatesWorkerExtension"]
+
+finder().note("worker extension")
 
 if os.environ.get(EXPECTED, fingerprint()) != fingerprint():
     # vLLM imports this module before it builds the worker, so nothing has been loaded yet.
@@ -64,10 +67,26 @@ class HiddenStatesWorkerExtension:
         return memory_report(self)
 
     def _vllm_compat_report(self) -> dict[str, Any]:
+        """What this process really has, not what its parent believes.
+
+        ``patches`` are the ids whose worker part answers on this very object; ``routes`` the ways by which vllm_compat
+        came into this process, in order, and ``inherited`` those that a forked worker has from its parent.
+        """
+        pid = os.getpid()
+        taken = finder().taken
         return {
-            "pid": os.getpid(),
+            "pid": pid,
             "rank": self.rank,  # type: ignore[attr-defined]
             "route": "worker extension",
+            "routes": [route for route, taken_in in taken if taken_in == pid],
+            "inherited": [route for route, taken_in in taken if taken_in != pid],
             "version": vllm_compat.__version__,
+            "patches": sorted(id for id, names in WORKER_SIDE.items() if all(_is_ours(self, name) for name in names)),
+            "worker": f"{type(self).__module__}.{type(self).__qualname__}",
             "fingerprint": fingerprint(),
         }
+
+
+def _is_ours(worker: Any, name: str) -> bool:
+    """Whether this worker's method is the one written here, and not covered by another class or an attribute."""
+    return name not in vars(worker) and getattr(type(worker), name, None) is vars(HiddenStatesWorkerExtension)[name]

@@ -1,4 +1,4 @@
-"""One hash over the files of this package, so that parent and workers can tell that they run the same code."""
+"""How parent and workers tell that they run the same code: a hash over our files, and what must answer in a worker."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import functools
 import hashlib
 from pathlib import Path
 
+import _vllm_compat_startup
 import vllm_compat
 import vllm_compat.patches
 
 EXPECTED = "VLLM_COMPAT_EXPECTED_FINGERPRINT"
 """Environment variable through which the parent tells its workers what to expect."""
 
+WORKER_SIDE = {
+    "capture": ("_setup_hidden_states_capture", "_reset_capture"),
+    "hand-over": ("_get_captured_states", "_vllm_compat_rows_by_value"),
+    "devices": ("_vllm_compat_memory",),
+    "workers": ("_vllm_compat_report",),
+}
+"""Patches with a part that runs in the worker, and the methods of the extension that are that part."""
+
 
 @functools.cache
 def fingerprint() -> str:
     """SHA-256 (first 16 hex digits) over names and contents of the package's Python files."""
     digest = hashlib.sha256()
+    digest.update(Path(str(_vllm_compat_startup.__file__)).read_bytes())
     for package in (vllm_compat, vllm_compat.patches):
         for folder in sorted(package.__path__):
             files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.py")}
