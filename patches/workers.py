@@ -35,7 +35,7 @@ def proven_executor(original: type) -> type:
             """Every rank answers for itself.
 
             Raises:
-                CompatError: a worker with other files than this process has, or in which another class answers for ours.
+                CompatError: a worker has other files than this process, or another class answers in place of ours.
             """
             expected = fingerprint()
             reports = self.collective_rpc("_vllm_compat_report")
