@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-STARTUP = ["startup/vllm_compat.pth", "startup/vllm_compat.start"]
+STARTUP = ["_vllm_compat_startup/vllm_compat.pth", "_vllm_compat_startup/vllm_compat.start"]
 
 
 class BuildWithStartup(build_py):

@@ -91,11 +91,9 @@ class World:
         self.site = folder / "site"
         self.engine = folder / "engine"
         self.engine.mkdir(parents=True)
-        for package in (vllm_compat, packaging):
+        for package in (_vllm_compat_startup, vllm_compat, packaging):
             source = Path(str(package.__file__)).parent
             (self.engine / source.name).symlink_to(source)
-        startup = Path(str(_vllm_compat_startup.__file__))
-        (self.engine / startup.name).symlink_to(startup)
         self.write("fakerun/__init__.py", "")
         self.write("fakerun/core.py", RUNTIME)
         self.write("fakeuser/__init__.py", "")

@@ -29,7 +29,7 @@ AMBIENT = """
 @pytest.fixture
 def ambient(world) -> None:
     """Another copy of the start-up hook, as a second installation would bring it."""
-    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "_vllm_compat_startup.py")
+    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "_vllm_compat_startup" / "__init__.py")
 
 
 def test_import_first(check: Check) -> None:

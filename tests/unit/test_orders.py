@@ -118,8 +118,12 @@ sys.exit(bool(failed))
 
 
 def test_every_order(world) -> None:
-    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "_vllm_compat_startup.py")
-    line = (Path(__file__).parents[2] / "startup" / "vllm_compat.pth").read_text().replace("speculators", "fakeuser")
+    (world.site / "vllm_compat_file.py").symlink_to(world.engine / "_vllm_compat_startup" / "__init__.py")
+    line = (
+        (Path(__file__).parents[2] / "_vllm_compat_startup" / "vllm_compat.pth")
+        .read_text()
+        .replace("speculators", "fakeuser")
+    )
     sitecustomize = world.engine / "vllm_compat" / "ambient" / "sitecustomize.py"
     # What the engine needs anyway is there before the forks, so that a case costs milliseconds.
     done = world.run(

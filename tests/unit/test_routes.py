@@ -20,8 +20,9 @@ import _vllm_compat_startup
 import vllm_compat
 
 ROOT = Path(__file__).resolve().parents[2]
-PTH = (ROOT / "startup" / "vllm_compat.pth").read_text()
-START = (ROOT / "startup" / "vllm_compat.start").read_text()
+STARTUP = ROOT / "_vllm_compat_startup"
+PTH = (STARTUP / "vllm_compat.pth").read_text()
+START = (STARTUP / "vllm_compat.start").read_text()
 AMBIENT = Path(vllm_compat.__file__).parent / "ambient"
 USE = """
     import fakeuser.gen, sys
@@ -43,7 +44,8 @@ class Environment:
         for package in (vllm_compat, packaging):
             source = Path(str(package.__file__)).parent
             (self.site / source.name).symlink_to(source)
-        self.hook = self.site / "_vllm_compat_startup.py"
+        self.hook = self.site / "_vllm_compat_startup" / "__init__.py"
+        self.hook.parent.mkdir()
         self.hook.write_text(Path(str(_vllm_compat_startup.__file__)).read_text())
         self.pth = self.site / "vllm_compat.pth"
         self.pth.write_text(PTH.replace("speculators", "fakeuser"))
@@ -99,7 +101,7 @@ def test_the_files_name_what_the_entry_points_name() -> None:
 def test_a_start_loads_one_file_and_nothing_else(python: Environment) -> None:
     code = "import sys; print(sorted(sys.modules))"
     with_it = set(eval(python("-c", code).stdout))
-    python.pth.unlink()
+    python.pth.write_text("#\n")  # any such file makes newer Pythons load a codec
     assert with_it - set(eval(python("-c", code).stdout)) == {"_vllm_compat_startup"}
 
 
@@ -332,7 +334,7 @@ def test_run(python: Environment, world) -> None:
 
 def test_run_refuses_what_the_script_would_not_find(python: Environment) -> None:
     python.pth.unlink()
-    for name in ("vllm_compat", "_vllm_compat_startup.py"):
+    for name in ("vllm_compat", "_vllm_compat_startup"):
         (python.site / name).rename(python.site.parent / name)
     done = python("-m", "vllm_compat", "run", "x.py")
     assert done.returncode == 1

@@ -1,11 +1,12 @@
 """The import hook that wakes vllm_compat. Every route uses it; in a Python start it is all that is loaded of us.
 
-A module of its own beside the package, because Python's start-up files and the entry points of plugins can only name
-something to import, and importing the package means asking for patches. It imports nothing that a bare Python start has
-not imported already (not even `__future__`), and reads no environment variable: a Python that never imports a consumer
-pays for this file and for one dictionary look-up per import. The engine is imported when a consumer is. Looking for a
-consumer (`importlib.util.find_spec`) wakes nothing, only importing it does. Copies of this file share one finder, so
-any number of routes is the same as one; a route that a person took outranks one that was just there.
+A package of its own, because Python's start-up files (which lie here, and are installed at the root of site-packages)
+and the entry points of plugins can only name something to import, and importing vllm_compat means asking for patches.
+It imports nothing that a bare Python start has not imported already (not even `__future__`), and reads no environment
+variable: a Python that never imports a consumer pays for this file and for one dictionary look-up per import. The
+engine is imported when a consumer is. Looking for a consumer (`importlib.util.find_spec`) wakes nothing, only importing
+it does. Copies of this file share one finder, so any number of routes is the same as one; a route that a person took
+outranks one that was just there.
 
 It knows no consumer by name: who calls it says the name, as `arm(["consumer"], "pth")`, or, where only the name of a
 function can be given, as `start_consumer` or `plugin_consumer`.
