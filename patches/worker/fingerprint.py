@@ -26,8 +26,7 @@ WORKER_SIDE = {
 def fingerprint() -> str:
     """SHA-256 (first 16 hex digits) over names and contents of the package's Python files."""
     digest = hashlib.sha256()
-    digest.update(Path(str(_vllm_compat_startup.__file__)).read_bytes())
-    for package in (vllm_compat, vllm_compat.patches):
+    for package in (_vllm_compat_startup, vllm_compat, vllm_compat.patches):
         for folder in sorted(package.__path__):
             files = {path.relative_to(folder).as_posix(): path for path in Path(folder).rglob("*.py")}
             for name in sorted(files):

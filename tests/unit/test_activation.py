@@ -54,7 +54,7 @@ def test_ambient_hook_does_not_wake_for_a_look(check: Check, ambient: None) -> N
     before = set(sys.modules)
     spec = importlib.util.find_spec("fakeuser")
     assert spec.loader.get_source("fakeuser") == ""
-    assert not {name for name in set(sys.modules) - before if "vllm_compat" in name}
+    assert set(sys.modules) - before <= {"_vllm_compat_startup", "_vllm_compat_startup.hook", "__future__"}
     import fakeuser
     assert "vllm_compat" in sys.modules
     assert type(fakeuser.__loader__).__name__ == "SourceFileLoader" == type(fakeuser.__spec__.loader).__name__

@@ -15,7 +15,7 @@ import _vllm_compat_startup
 import vllm_compat
 
 STARTUP = Path(str(_vllm_compat_startup.__file__))
-ENGINE = [*sorted(Path(vllm_compat.__file__).parent.glob("*.py")), STARTUP]
+ENGINE = [*sorted(Path(vllm_compat.__file__).parent.glob("*.py")), *sorted(STARTUP.parent.glob("*.py"))]
 FOREIGN = re.compile(r"vllm|speculators|torch|transformers|eagle", re.IGNORECASE)
 OWN = re.compile(r"vllm[_-]compat", re.IGNORECASE)
 

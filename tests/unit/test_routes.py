@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 import venv
@@ -45,8 +46,7 @@ class Environment:
             source = Path(str(package.__file__)).parent
             (self.site / source.name).symlink_to(source)
         self.hook = self.site / "_vllm_compat_startup" / "__init__.py"
-        self.hook.parent.mkdir()
-        self.hook.write_text(Path(str(_vllm_compat_startup.__file__)).read_text())
+        shutil.copytree(Path(str(_vllm_compat_startup.__file__)).parent, self.hook.parent)
         self.pth = self.site / "vllm_compat.pth"
         self.pth.write_text(PTH.replace("speculators", "fakeuser"))
 
@@ -135,10 +135,14 @@ def test_sitecustomize_route_where_python_skips_it(python: Environment) -> None:
         assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-@pytest.mark.parametrize("broken", ["no hook", "hook", "no package", "package", "discovery", "no entry points"])
+@pytest.mark.parametrize(
+    "broken", ["no hook", "hook", "half a hook", "no package", "package", "discovery", "no entry points"]
+)
 def test_broken_installs_never_break_a_start(ambient: Environment, world, broken: str) -> None:
     if broken == "no hook":
         ambient.hook.unlink()
+    elif broken == "half a hook":
+        (ambient.hook.parent / "hook.py").unlink()
     elif broken == "hook":
         ambient.hook.write_text("def half(:")
     elif broken == "no entry points":

@@ -28,7 +28,8 @@ def _arm(package):
         arm([each.name for each in discovery.entry_points()], route)
     except Exception as error:  # noqa: BLE001
         try:
-            print(f"vllm_compat: not active: {type(error).__name__}: {error}", file=sys.stderr)
+            if sys.stderr is not None:
+                print(f"vllm_compat: not active: {type(error).__name__}: {error}", file=sys.stderr)
         except Exception:  # noqa: BLE001  # no usable stderr
             pass
 
