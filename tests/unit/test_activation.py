@@ -51,10 +51,9 @@ def test_ambient_says_one_line(check: Check, ambient: None) -> None:
 def test_ambient_hook_does_not_wake_for_a_look(check: Check, ambient: None) -> None:
     code = """
     import sys
-    before = set(sys.modules)
     spec = importlib.util.find_spec("fakeuser")
     assert spec.loader.get_source("fakeuser") == ""
-    assert set(sys.modules) - before <= {"_vllm_compat_startup", "_vllm_compat_startup.hook", "__future__"}
+    assert "vllm_compat" not in sys.modules
     import fakeuser
     assert "vllm_compat" in sys.modules
     assert type(fakeuser.__loader__).__name__ == "SourceFileLoader" == type(fakeuser.__spec__.loader).__name__
