@@ -138,6 +138,14 @@ def _install(target: Path | None) -> Finding:
     if found.version != __version__:
         text = f"the metadata says {found.version}, the files in {here} are {__version__}"
         return Finding(status="problem", text=text, advice="two installations are mixed: uninstall, and install again")
+    for text in _requirements(found):
+        wanted = Requirement(text)
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            other = next(iter(metadata.distributions(name=wanted.name)), None)
+            if other is None or not wanted.specifier.contains(other.version, prereleases=True):
+                version = "none" if other is None else other.version
+                text = f"vllm_compat needs {wanted}, {version} is installed"
+                return Finding(status="problem", text=text, advice="install it with pip")
     return Finding(status="ok", text=f"vllm_compat {__version__} in {here}")
 
 

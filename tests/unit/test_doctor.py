@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import vllm_compat
 from vllm_compat.patches import SPECULATORS, preflight
 from vllm_compat.registry import Surroundings
 
@@ -109,6 +110,19 @@ def test_imports_neither_consumer_nor_runtime_and_is_quick(doctor, world) -> Non
     bytecode = str(world.site.parent / "bytecode")
     times = [float(world.run(code, PYTHONPYCACHEPREFIX=bytecode).stderr.split()[-1]) for _ in range(3)]
     assert min(times) < 0.5
+
+
+def test_our_own_installation(doctor, world) -> None:
+    assert found(doctor("--json"), "install")[0][0] == "problem"  # a source tree, not installed
+    world.install("vllm_compat", "0.0.9")
+    assert "two installations are mixed" in doctor().stdout
+    world.install("vllm_compat", vllm_compat.__version__)
+    assert found(doctor("--json"), "install")[0][0] == "ok"
+    info = f"vllm_compat-{vllm_compat.__version__}.dist-info/METADATA"
+    head = f"Name: vllm-compat\nVersion: {vllm_compat.__version__}\n"
+    world.write(info, head + 'Requires-Dist: pytest>=99; extra == "test"\nRequires-Dist: fakerun<2\n')
+    text = "vllm_compat needs fakerun<2, 2.1.0 is installed"
+    assert found(doctor("--json"), "install") == [("problem", text)]
 
 
 def test_no_patches(world) -> None:
