@@ -13,6 +13,7 @@ from typing import Any
 from vllm_compat.patches._generator import STATE, GeneratorState, current_generator, generator_in_use
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.patches._prompts import checked_prompts
+from vllm_compat.patches.worker.mailbox import PATIENCE
 from vllm_compat.registry import Patch, Rebind, Shape
 
 
@@ -56,6 +57,10 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                     _check_results(self, prompts, results)
                 except BaseException as error:
                     state.broken = _clean_up(self, error)
+                    # A rank whose reply nobody waits for may have failed first, and this error is only the consequence.
+                    first = self.executor.first_error() if state.broken else None
+                    if first is not None and isinstance(error, Exception):
+                        raise RuntimeError(f"vllm_compat: a worker failed: {first}") from error
                     raise
             return results
         finally:
@@ -66,9 +71,14 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
 
 def _clean_up(generator: Any, error: BaseException) -> str | None:
     """Return the generator to an empty state; the answer says why that was not possible, if it was not."""
-    if reason := _workers_unusable(generator.executor):
+    executor = generator.executor
+    if reason := _workers_unusable(executor):
         return reason
     try:
+        if executor.world_size > 1:
+            # A rank that failed alone leaves the others waiting in a collective operation. Their next one would meet
+            # the next call's, and mix the two: only ranks that all answer now may go on.
+            executor.collective_rpc("_vllm_compat_report", timeout=PATIENCE)
         generator.scheduler.abort_all()
     except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
         return f"cleaning up after {_first_line(error)} failed: {_first_line(failure)}"
@@ -112,6 +122,10 @@ def stepwise_executor(original: type) -> type:
         """
 
         out_of_step: str | None = None
+
+        def first_error(self) -> str | None:
+            """What a worker left in the mailbox, where there is one (patch "workers")."""
+            return None
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -8,6 +8,8 @@ from vllm_compat.patches._generator import current_generator
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
 
+DATA_CONFIG = "speculators.data_generation.config_generator"
+
 
 def torch_without_parent_cuda(original: Any) -> Any:
     import wrapt
@@ -24,6 +26,17 @@ def torch_without_parent_cuda(original: Any) -> Any:
         def empty_cache(self) -> None:
             """The parent holds no device memory."""
 
+        def is_available(self) -> bool:
+            from vllm.platforms import current_platform
+
+            return bool(current_platform.is_cuda_alike())
+
+        def get_device_name(self, device: Any = None) -> str:
+            """From vLLM's platform, which asks NVML; ``torch.cuda`` would initialise CUDA to answer."""
+            from vllm.platforms import current_platform
+
+            return str(current_platform.get_device_name(device or 0))
+
     class Torch(wrapt.ObjectProxy):  # type: ignore[misc]
         cuda = WorkerMemory(original.cuda)
 
@@ -34,14 +47,28 @@ PATCH = Patch(
     id="devices",
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     needs=("call-boundary", "capture"),
-    targets=(Rebind(module=GENERATOR, name="torch", make=torch_without_parent_cuda),),
-    shapes=(Shape(module=GENERATOR, symbol="torch"),),
+    targets=(
+        Rebind(module=GENERATOR, name="torch", make=torch_without_parent_cuda),
+        Rebind(module=DATA_CONFIG, name="torch", make=torch_without_parent_cuda),
+    ),
+    shapes=(
+        Shape(module=GENERATOR, symbol="torch"),
+        Shape(module=DATA_CONFIG, symbol="torch"),
+        Shape(module="vllm.platforms.interface", symbol="Platform.is_cuda_alike"),
+        Shape(module="vllm.platforms.interface", symbol="Platform.get_device_name", parameters=("device_id",)),
+    ),
     symptom=(
         "AssertionError: Torch not compiled with CUDA enabled, or RuntimeError: Found no NVIDIA driver; with a GPU: a "
         "CUDA context of the parent on GPU 0, and 'Cannot re-initialize CUDA in forked subprocess' for the next one"
     ),
-    cause="VllmHiddenStatesGenerator calls torch.cuda.mem_get_info and empty_cache in the parent (vllm#12754)",
-    does="Answers mem_get_info from the workers (the least of them) and makes empty_cache a no-op in the parent.",
+    cause=(
+        "VllmHiddenStatesGenerator calls torch.cuda.mem_get_info and empty_cache in the parent, DataGenerationConfig "
+        "asks for the device's name there (vllm#12754)"
+    ),
+    does=(
+        "Answers mem_get_info from the workers (the least of them) and the device's name from vLLM's platform (NVML); "
+        "empty_cache does nothing in the parent."
+    ),
     retires=RETIRES,
     evidence="devices",
 )

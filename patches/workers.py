@@ -13,6 +13,7 @@ from vllm_compat import ledger
 from vllm_compat.errors import CompatError
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
+from vllm_compat.patches.worker.mailbox import PATH, Mailbox
 from vllm_compat.registry import Patch, Rebind, Shape
 
 log = logging.getLogger("vllm_compat")
@@ -23,13 +24,24 @@ def proven_executor(original: type) -> type:
     class ProvenExecutor(original):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Read by the extension when the worker imports it, which is before the worker loads the model.
-            with _environment({EXPECTED: fingerprint(), **_start_method()}), _host_threads():
-                super().__init__(*args, **kwargs)
+            self._mailbox = Mailbox()
+            settings = {EXPECTED: fingerprint(), PATH: self._mailbox.path, **_start_method()}
+            try:
+                with _environment(settings), _host_threads():
+                    super().__init__(*args, **kwargs)
+            except Exception as error:
+                # vLLM says "see stack trace"; a refusal of ours is the better text.
+                if first := self.first_error():
+                    raise CompatError(first) from error
+                raise
             try:
                 self._check_workers()
             except BaseException:
                 self.shutdown()
                 raise
+
+        def first_error(self) -> str | None:
+            return self._mailbox.read()
 
         def _check_workers(self) -> None:
             """Every rank answers for itself.

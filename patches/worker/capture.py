@@ -6,12 +6,14 @@ import functools
 import logging
 import os
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_compat.patches.worker.call import CallBook
 from vllm_compat.patches.worker.labels import step_labels
+from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.rows import HostRows
-from vllm_compat.patches.worker.taps import decoder_layers, tap
+from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +43,10 @@ class Capture:
         self._step: dict[int, torch.Tensor] | None = None
         self._host = HostRows()
         self._copies = Copies()
+        self._post = Post()
         if self._keeps_rows:
             layers = decoder_layers(self._runner.get_model(), _number_of_layers(worker))
-            tap(layers, self.layer_ids, self._in_a_call, self._keep)
+            tap(layers, self.layer_ids, self._keep)
         self._watch_steps()
 
     def _watch_steps(self) -> None:
@@ -52,35 +55,42 @@ class Capture:
 
         @functools.wraps(run)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._post.heard()
             self._step = {}
             try:
                 output = run(scheduler_output, *args, **kwargs)
             except Exception as error:
                 self._step = None
-                raise WorkerError(
+                text = (
                     f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} "
                     f"(process {os.getpid()}) ---\n{traceback.format_exc()}--- end of the worker's traceback ---"
-                ) from error
+                )
+                if not self._keeps_rows:  # the parent listens to the rank that does
+                    self._post.leave(text)
+                    self._post.wait_for_the_others()
+                raise WorkerError(text) from error
             step, self._step = self._step, None
-            if self._keeps_rows and self._book is not None and self._error is None:
-                try:
-                    self._end_step(self._book, step, scheduler_output)
-                except Exception as error:  # noqa: BLE001
-                    # Raised when the call ends: all ranks go on alike, so that none waits for another.
-                    self._error = error
+            if self._book is not None and self._error is None:
+                self._noting_errors(self._end_step, self._book, step, scheduler_output)
             return output
 
         self._runner.execute_model = execute_model
 
-    def _in_a_call(self) -> bool:
-        """False in warm-up runs, which are no steps of a call."""
-        return self._step is not None and self._book is not None
+    def _noting_errors(self, function: Callable[..., None], *args: Any) -> None:
+        """Keep the first error for the end of the call: all ranks go on alike, so that none waits for another."""
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - raised by hand_over
+            self._error = self._error or error
 
-    def _keep(self, layer_id: int, rows: torch.Tensor) -> None:
-        assert self._step is not None
-        if layer_id in self._step:
+    def _keep(self, layer_id: int, layer: str, output: Any) -> None:
+        if self._step is not None and self._book is not None:  # not in a warm-up run
+            self._noting_errors(self._keep_rows, self._step, layer_id, layer, output)
+
+    def _keep_rows(self, step: dict[int, torch.Tensor], layer_id: int, layer: str, output: Any) -> None:
+        if layer_id in step:
             raise RuntimeError(f"vllm_compat: decoder layer {layer_id} ran twice in one step; its rows are not guessed")
-        self._step[layer_id] = rows
+        step[layer_id] = residual_stream(layer, output)
 
     def _end_step(self, book: CallBook, step: dict[int, torch.Tensor], scheduler_output: Any) -> None:
         scheduled = scheduler_output.total_num_scheduled_tokens
@@ -101,7 +111,7 @@ class Capture:
         self._call = call
         self._error = None
         self._host.rows = None
-        self._book = CallBook(call["requests"])
+        self._book = CallBook(call["requests"]) if self._keeps_rows else None
 
     def hand_over(self) -> Any:
         """End the call.

@@ -13,6 +13,7 @@ import vllm_compat
 from _vllm_compat_startup import finder
 from vllm_compat.patches.worker.capture import Capture
 from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
+from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.memory import memory_report
 
 __all__ = ["HiddenStatesWorkerExtension"]
@@ -21,11 +22,13 @@ finder().note("worker extension")
 
 if os.environ.get(EXPECTED, fingerprint()) != fingerprint():
     # vLLM imports this module before it builds the worker, so nothing has been loaded yet.
-    raise RuntimeError(
+    refusal = (
         f"vllm_compat: this worker (process {os.getpid()}) would run files {fingerprint()} from "
         f"{os.path.dirname(vllm_compat.__file__)}, its parent has {os.environ[EXPECTED]}. Make both use one "
         "installation (PYTHONPATH, virtual environment) and start again."
     )
+    Post().leave(refusal)
+    raise RuntimeError(refusal)
 
 
 class HiddenStatesWorkerExtension:

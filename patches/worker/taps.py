@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-Sink = Callable[[int, "torch.Tensor"], None]
+Sink = Callable[[int, str, Any], None]
 
 
 def decoder_layers(model: Any, expected: int) -> Any:
@@ -34,10 +34,11 @@ def decoder_layers(model: Any, expected: int) -> Any:
     )
 
 
-def tap(layers: Any, layer_ids: list[int], wanted: Callable[[], bool], sink: Sink) -> list[Any]:
-    """Call ``sink(layer_id, rows)`` when a layer has run and ``wanted()``; ``rows`` ``[tokens, hidden]`` are its own.
+def tap(layers: Any, layer_ids: list[int], sink: Sink) -> list[Any]:
+    """Call ``sink(layer_id, class_name, output)`` with what a layer has returned, when one of ``layer_ids`` has run.
 
-    A tap sees what the layer returned and returns nothing, so the model's forward stays as it is.
+    A tap returns nothing, so the model's forward stays as it is; ``sink`` must not raise, since the other ranks of a
+    tensor-parallel group would wait for this one in their next collective operation.
 
     Returns:
         the hook handles.
@@ -45,8 +46,7 @@ def tap(layers: Any, layer_ids: list[int], wanted: Callable[[], bool], sink: Sin
 
     def hook_for(layer_id: int) -> Callable[[Any, Any, Any], None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            if wanted():
-                sink(layer_id, residual_stream(type(module).__name__, output))
+            sink(layer_id, type(module).__name__, output)
 
         return hook
 

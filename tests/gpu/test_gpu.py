@@ -5,6 +5,7 @@ Run it with ``pytest tests/gpu --tp N``; run ``pytest tests/live`` there too, it
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -85,8 +86,11 @@ def test_device_memory_is_flat_over_200_calls_and_bounded_by_a_step(extraction: 
 
 def test_the_parent_holds_nothing_on_a_device(extraction: Any, prompts_of: Prompts) -> None:
     import torch
+    from speculators.data_generation.config_generator import DataGenerationConfig
 
     extraction.generate(prompts_of(10))
+    config = DataGenerationConfig.from_generator(extraction.generator, "chat.jsonl", 2048, "cache", 1)
+    assert "NVIDIA" in json.dumps(config.to_dict())
     assert not torch.cuda.is_initialized()
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
     holders = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()

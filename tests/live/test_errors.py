@@ -117,13 +117,17 @@ def test_a_layer_of_one_single_value_is_an_error(extraction: Any, prompts_of: Pr
 
 def test_a_layer_output_of_unknown_form_is_an_error(extraction: Any, prompts_of: Prompts) -> None:
     def plant(worker: Any) -> None:
+        # Our tap stands between these two: it sees three values, the model's own forward its two.
         layer = worker.model_runner.get_model().model.layers[3]
-        run = type(layer).forward.__get__(layer)
-        layer.forward = lambda *args, **kwargs: (*run(*args, **kwargs), None)
+        before = layer.register_forward_hook(lambda module, args, output: (*output, None), prepend=True)
+        after = layer.register_forward_hook(lambda module, args, output: output[:2])
+        worker.planted_hooks = [before, after]
 
     extraction.in_worker(plant)
     with pytest.raises(RuntimeError, match=r"decoder layer LlamaDecoderLayer returned .* not understood"):
         extraction.generate(prompts_of(20, 30))
+    extraction.in_worker(lambda worker: [handle.remove() for handle in worker.planted_hooks] and None)
+    extraction.check(prompts_of(20, 30))
 
 
 def test_a_prompt_that_cannot_be_scheduled_is_an_error_not_the_end(extraction: Any, prompts_of: Prompts) -> None:
@@ -198,3 +202,15 @@ def test_no_layer_ids_is_an_error(model: Path, extract: Any) -> None:
 def test_hidden_states_are_plain_cpu_tensors(extraction: Any, prompts_of: Prompts) -> None:
     (result,) = extraction.generate(prompts_of(9))
     assert {states.device for states in result["hidden_states"]} == {torch.device("cpu")}
+
+
+def test_a_worker_with_other_files_is_refused_before_the_model_loads(
+    model: Path, extract: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_compat import CompatError
+    from vllm_compat.patches import workers
+
+    monkeypatch.setattr(workers, "fingerprint", lambda: "0123456789abcdef")
+    with pytest.raises(CompatError, match=r"would run files \w+ from .*, its parent has 0123456789abcdef"):
+        extract(model, [0], max_model_len=128)
+    assert "Starting to load model" not in "".join(capfd.readouterr())

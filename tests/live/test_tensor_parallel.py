@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,27 @@ def test_an_error_on_all_ranks_leaves_the_generator_usable(extraction: Any, prom
         extraction.generate(prompts_of(20, 30))
     extraction.in_worker(mend)
     extraction.check(prompts_of(20, 30, 25))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_failing_alone_is_the_first_error_and_never_mixes_calls(
+    model: Path, extract: Callable[..., Any], prompts_of: Prompts, rank: int
+) -> None:
+    """Its peers wait in an all-reduce that the next call's would meet, so the generator must not go on."""
+    extraction = extract(model, [0, 3, 5], max_model_len=512, tensor_parallel_size=2)
+
+    def plant(worker: Any, rank: int) -> None:
+        def broken_layer(*args: Any, **kwargs: Any) -> None:
+            raise ValueError(f"planted on rank {rank} alone")
+
+        if worker.rank == rank:
+            worker.model_runner.get_model().model.layers[1].forward = broken_layer
+
+    extraction.in_worker(plant, rank)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"ValueError: planted on rank {rank} alone") as error:
+        extraction.generate(prompts_of(20, 30))
+    assert f"traceback of worker rank {rank}" in str(error.value)
+    assert time.monotonic() - begin < 60  # vLLM's own limit is five minutes, and its error names no cause
+    with pytest.raises(RuntimeError, match="cannot be used any more"):
+        extraction.generate(prompts_of(20, 30))

@@ -64,17 +64,15 @@ def test_a_model_without_decoder_layers_is_refused_by_name() -> None:
 
 
 def test_taps_do_not_change_the_forward_and_can_be_removed() -> None:
-    stack, seen, wanted = Stack(3), [], [True]
-    handles = tap(stack.layers, [0, 2], lambda: bool(wanted), lambda layer, rows: seen.append((layer, rows)))
+    stack, seen = Stack(3), []
+    handles = tap(stack.layers, [0, 2], lambda *told: seen.append(told))
     value = torch.ones(2, 2)
     assert stack.layers[2](value) is value
-    wanted.clear()
-    stack.layers[2](value)
-    wanted.append(True)
     for handle in handles:
         handle.remove()
     stack.layers[2](value)
-    assert [layer for layer, _ in seen] == [2]
+    assert [(layer, name) for layer, name, _ in seen] == [(2, "Identity")]
+    assert seen[0][2] is value
 
 
 def batch(ids: list[str], computed: list[int]) -> SimpleNamespace:
