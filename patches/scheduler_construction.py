@@ -24,7 +24,7 @@ def sized_scheduler(original: type) -> type:
 
 PATCH = Patch(
     id="scheduler-construction",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1,<0.20"},
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
     after=("call-boundary",),
     targets=(Rebind(module=GENERATOR, name="Scheduler", make=sized_scheduler),),
     shapes=(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_compat.patches.worker.call import CallBook
-from vllm_compat.patches.worker.labels import step_labels
+from vllm_compat.patches.worker.labels import check_runner, step_labels
 from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.rows import HostRows
 from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
@@ -45,6 +45,7 @@ class Capture:
         self._copies = Copies()
         self._post = Post()
         if self._keeps_rows:
+            check_runner(self._runner)
             layers = decoder_layers(self._runner.get_model(), _number_of_layers(worker))
             tap(layers, self.layer_ids, self._keep)
         self._watch_steps()

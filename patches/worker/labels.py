@@ -13,6 +13,16 @@ class Label(NamedTuple):
     count: int
 
 
+def check_runner(runner: Any) -> None:
+    """Raises ValueError: the batch of this model runner is not one that ``step_labels`` understands."""
+    batch = getattr(runner, "input_batch", None)
+    if batch is None or not hasattr(batch, "req_ids") or not hasattr(batch, "num_computed_tokens_cpu"):
+        raise ValueError(
+            f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
+            "req_ids; its order of rows is unknown. If this is Model Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+
+
 def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
     """Labels of the step that ``runner.execute_model`` has just run (before ``sample_tokens``).
 
@@ -20,14 +30,9 @@ def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
     and attention backends reorder. The position is checked against what the scheduler sent.
 
     Raises:
-        RuntimeError: the two disagree, or the runner is not one whose batch is understood.
+        RuntimeError: the two disagree.
     """
-    batch = getattr(runner, "input_batch", None)
-    if batch is None or not hasattr(batch, "req_ids") or not hasattr(batch, "num_computed_tokens_cpu"):
-        raise RuntimeError(
-            f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
-            "req_ids; its order of rows is unknown. If this is Model Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
-        )
+    batch = runner.input_batch
     scheduled = scheduler_output.num_scheduled_tokens
     ids = list(batch.req_ids[: batch.num_reqs])
     if set(ids) != set(scheduled):

@@ -11,7 +11,7 @@ import torch
 
 from vllm_compat.patches.hand_over import rows_in
 from vllm_compat.patches.reply_shape import list_of_one_reply
-from vllm_compat.patches.worker.labels import Label, step_labels
+from vllm_compat.patches.worker.labels import Label, check_runner, step_labels
 from vllm_compat.patches.worker.rows import HostMemory, HostRows
 from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
 
@@ -109,8 +109,13 @@ def test_labels_refuse_a_batch_that_differs_from_the_step() -> None:
         step_labels(batch(["a", "b"], [0, 0]), step)
     with pytest.raises(RuntimeError, match="request a: the model runner is at token 3"):
         step_labels(batch(["a"], [3]), step)
-    with pytest.raises(RuntimeError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-        step_labels(SimpleNamespace(), step)
+
+
+def test_a_model_runner_without_a_batch_of_known_form_is_refused() -> None:
+    check_runner(batch([], []))
+    for runner in (SimpleNamespace(), SimpleNamespace(input_batch=None), SimpleNamespace(input_batch=object())):
+        with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            check_runner(runner)
 
 
 def test_host_memory_has_no_name_and_is_private() -> None:
