@@ -34,7 +34,7 @@ def active() -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }.items():
         os.environ.setdefault(name, value)
-    os.environ["VLLM_COMPAT_STRICT"] = "1"
+    os.environ.setdefault("VLLM_COMPAT_STRICT", "1")
     import vllm_compat
 
     vllm_compat.activate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 DRIVER = '''
-import importlib, importlib.util, itertools, os, sys
+import importlib, importlib.util, itertools, os, signal, sys, traceback
 
 PLAIN = ("consumer", "runtime", "activate", "deactivate", "reimport")
 ROUTES = ("import", "pth", "start", "plugin", "sitecustomize", "copy")
@@ -87,16 +87,22 @@ def check(model):
             assert gen.Gen().generate(0) == [0, ("runtime", 1)]
 
 
+def stuck(*_):
+    raise TimeoutError("stuck")
+
+
 def run(steps):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     model = Model()
+    signal.signal(signal.SIGALRM, stuck)
+    signal.alarm(60)
     try:
         for step in steps:
             do(step)
             model.step(step)
             check(model)
     except BaseException as error:
-        print(steps, type(error).__name__, error, flush=True)
+        print(steps, type(error).__name__, error, traceback.format_exc(), flush=True)
         os._exit(1)
     os._exit(0)
 
