@@ -87,6 +87,8 @@ PATCHES = """
 class World:
     """Packages in a folder, and Python processes that see nothing else."""
 
+    patience = 240  # seconds for one process
+
     def __init__(self, folder: Path) -> None:
         self.site = folder / "site"
         self.engine = folder / "engine"
@@ -132,7 +134,7 @@ class World:
             cwd=self.site,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=self.patience,
             check=False,
         )
 
