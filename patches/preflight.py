@@ -17,11 +17,6 @@ MIB, GIB = 2**20, 2**30
 
 KNOWN_BAD = (
     KnownBad(
-        ranges={"vllm": ">=0.16.0,<0.17", "torch": "!=2.10.0"},
-        symptom="vLLM's compiled kernels are built for torch 2.10.0 (ImportError: undefined symbol)",
-        advice="install torch 2.10.0: pip install vllm==0.16.0 speculators==0.3.0 in one command",
-    ),
-    KnownBad(
         ranges={"speculators": ">=0.3.0,<0.4", "transformers": ">=5"},
         symptom=(
             "speculators does not import (PydanticUndefinedAnnotation: name 'torch' is not defined; from transformers "
