@@ -14,7 +14,7 @@ import pytest
 def demo(*args: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does, without the settings that the test run itself may have."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "HF_"))}
-    command = [sys.executable, "-m", "vllm_compat", "demo", *args]
+    command = [str(Path(sys.executable).with_name("vllm-compat")), "demo", *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 

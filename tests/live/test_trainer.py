@@ -22,7 +22,7 @@ DRAFT_VOCABULARY = 128
 
 def test_one_training_step_on_the_demos_files(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
-    command = [sys.executable, "-m", "vllm_compat", "demo", "--json", "--output-dir", str(folder)]
+    command = [str(Path(sys.executable).with_name("vllm-compat")), "demo", "--json", "--output-dir", str(folder)]
     made = _run([*command, "--samples", "4", "--seq-length", "256"])
     assert made.returncode == 0, made.stderr[-4000:]
 
