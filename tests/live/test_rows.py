@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,41 +150,38 @@ def test_the_fallback_through_the_message_queue_gives_the_same_bytes(
     ]
 
 
-def worker_state(extraction: Any) -> list[dict[str, int]]:
-    def look(worker: Any) -> dict[str, int]:
+def test_a_thousand_calls_leave_nothing_behind(extraction: Any, prompts_of: Prompts) -> None:
+    def look(worker: Any = None) -> dict[str, int]:
         import os
+        from pathlib import Path
 
         import psutil
 
+        maps = Path("/proc/self/maps").read_text().splitlines()
         return {
-            "requests": len(worker.model_runner.requests),
+            "requests": 0 if worker is None else len(worker.model_runner.requests),
             "descriptors": len(os.listdir("/proc/self/fd")),
+            "mapped in /dev/shm": sum("/dev/shm/" in line for line in maps),
+            "mapped rows": sum("vllm_compat_rows" in line for line in maps),
             "resident": psutil.Process().memory_info().rss,
         }
 
-    return extraction.in_worker(look)
-
-
-def test_a_thousand_calls_leave_nothing_behind(extraction: Any, prompts_of: Prompts) -> None:
-    import psutil
+    def everybody() -> list[dict[str, int]]:
+        return [look(), *extraction.in_worker(look)]
 
     prompts = prompts_of(30, 5, 12)
     first = extraction.check(prompts)
     for _ in range(50):
         extraction.generate(prompts)
-    before, parent = worker_state(extraction), psutil.Process().memory_info().rss
-    files, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    before = everybody()
     for _ in range(1000):
         last = extraction.generate(prompts)
-    after = worker_state(extraction)
-    assert [state["requests"] for state in after] == [0] * len(after)
-    assert [s["descriptors"] for s in after] == [s["descriptors"] for s in before]
-    assert set(os.listdir("/dev/shm")) == files
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    after = everybody()
     # Three prompts are 47 rows of 4 layers, 24 KB: a leak of each call's rows would be 24 MB.
-    growth = [a["resident"] - b["resident"] for a, b in zip(after, before, strict=True)]
-    growth.append(psutil.Process().memory_info().rss - parent)
+    growth = [new.pop("resident") - old.pop("resident") for new, old in zip(after, before, strict=True)]
     assert max(growth) < 12 << 20, growth
+    assert after == before
+    assert [(state["requests"], state["mapped rows"]) for state in after] == [(0, 1)] * len(after)
     assert all(
         torch.equal(a, b)
         for x, y in zip(first, last, strict=True)
