@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ _in_use: contextvars.ContextVar[Any] = contextvars.ContextVar("vllm_compat_gener
 
 @dataclass
 class GeneratorState:
-    """What we keep beside one generator: a lock against two calls at once, and why it cannot be used any more."""
+    """What we keep beside one generator."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    broken: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # against two calls at once
+    pid: int = field(default_factory=os.getpid)
+    broken: str | None = None  # why it cannot be used any more
+    lengths: list[int] = field(default_factory=list)  # tokens of each prompt of the call, as the consumer cuts them
 
 
 @contextlib.contextmanager

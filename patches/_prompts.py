@@ -20,7 +20,7 @@ def checked_prompts(token_ids: Any, vocab_size: int) -> list[list[int]]:
         if getattr(token_ids, "ndim", None) != 2:
             raise ValueError(f"token_ids: expected shape [prompts, tokens], got {tuple(token_ids.shape)}")
         token_ids = token_ids.tolist()
-    if isinstance(token_ids, str | bytes | dict) or not hasattr(token_ids, "__iter__"):
+    if isinstance(token_ids, str | bytes | dict | set | frozenset) or not hasattr(token_ids, "__iter__"):
         raise ValueError(f"token_ids: expected a batch of token id sequences, got {type(token_ids).__name__}")
     prompts = [_checked_prompt(index, prompt, vocab_size) for index, prompt in enumerate(token_ids)]
     if not prompts:
@@ -31,7 +31,7 @@ def checked_prompts(token_ids: Any, vocab_size: int) -> list[list[int]]:
 def _checked_prompt(index: int, prompt: Any, vocab_size: int) -> list[int]:
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
-    if isinstance(prompt, str | bytes | dict) or not hasattr(prompt, "__iter__"):
+    if isinstance(prompt, str | bytes | dict | set | frozenset) or not hasattr(prompt, "__iter__"):
         raise ValueError(
             f"prompt {index}: expected a sequence of token ids, got {type(prompt).__name__} {prompt!r:.80}"
         )

@@ -7,6 +7,8 @@ that nothing of a failed call leaks into the next one.
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,8 @@ from vllm_compat.registry import Patch, Rebind, Shape
 def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        check_settings(given.get("layer_ids"), given.get("max_model_len"))
         with generator_in_use(self):
             try:
                 original(self, *args, **kwargs)
@@ -42,26 +46,43 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                 "vllm_compat: this VllmHiddenStatesGenerator was built before vllm_compat was active, so its "
                 "workers do not carry our extension. Import vllm_compat first and build the generator again."
             )
-        if reason := state.broken or _workers_unusable(self.executor):
-            raise RuntimeError(f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.")
+        if state.pid != os.getpid():
+            raise RuntimeError(
+                f"vllm_compat: this generator belongs to process {state.pid}, and this is its forked child "
+                f"{os.getpid()}. Two processes cannot share its workers; build a generator of its own here."
+            )
         if not state.lock.acquire(blocking=False):
             raise RuntimeError(
                 "vllm_compat: generate() is already running on this generator in another thread. One generator "
                 "serves one call at a time; use one generator per thread."
             )
         try:
-            prompts = checked_prompts(token_ids, self.vllm_config.model_config.get_vocab_size())
+            if reason := state.broken or _workers_unusable(self.executor):
+                raise RuntimeError(f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.")
+            model = self.vllm_config.model_config
+            prompts = checked_prompts(token_ids, model.get_vocab_size())
+            state.lengths = [min(len(prompt), model.max_model_len - 1) for prompt in prompts]
+            # Until the call is over, cleaned up included, whatever interrupts it leaves the generator unusable.
+            state.broken = "its last call was interrupted"
             with generator_in_use(self):
                 try:
+                    if self.scheduler.requests:  # left by a call that vllm_compat did not see
+                        self.scheduler.abort_all()
                     results = original(self, prompts)
-                    _check_results(self, prompts, results)
+                    _check_results(self, state.lengths, results)
                 except BaseException as error:
                     state.broken = _clean_up(self, error)
-                    # A rank whose reply nobody waits for may have failed first, and this error is only the consequence.
-                    first = self.executor.first_error() if state.broken else None
-                    if first is not None and isinstance(error, Exception):
-                        raise RuntimeError(f"vllm_compat: a worker failed: {first}") from error
+                    if state.broken and isinstance(error, Exception):
+                        # A rank whose reply nobody waits for may have failed first; this error is the consequence.
+                        if first := self.executor.first_error():
+                            raise RuntimeError(f"vllm_compat: a worker failed: {first}") from error
+                        if self.executor.is_failed:
+                            raise RuntimeError(
+                                "vllm_compat: a worker process has ended (killed, or out of memory: see the lines "
+                                "above and the kernel's log); this generator cannot be used any more"
+                            ) from error
                     raise
+            state.broken = None
             return results
         finally:
             state.lock.release()
@@ -80,6 +101,7 @@ def _clean_up(generator: Any, error: BaseException) -> str | None:
             # the next call's, and mix the two: only ranks that all answer now may go on.
             executor.collective_rpc("_vllm_compat_report", timeout=PATIENCE)
         generator.scheduler.abort_all()
+        executor.forget_errors()
     except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
         return f"cleaning up after {_first_line(error)} failed: {_first_line(failure)}"
     return None
@@ -97,14 +119,27 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _check_results(generator: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+def check_settings(layer_ids: Any, max_model_len: Any) -> None:
+    """Before the model loads. Raises ValueError: settings that the consumer would fail on, or not notice, later."""
+    if layer_ids is not None:
+        if not isinstance(layer_ids, list | tuple) or not layer_ids:
+            raise ValueError(
+                f"layer_ids: expected a list of decoder layer numbers, at least one, got {layer_ids!r:.80}"
+            )
+        if wrong := [each for each in layer_ids if isinstance(each, bool) or not hasattr(each, "__index__")]:
+            raise ValueError(f"layer_ids: expected whole numbers, got {type(wrong[0]).__name__} {wrong[0]!r:.80}")
+    if max_model_len is not None and max_model_len < 2:
+        raise ValueError(
+            f"max_model_len: expected at least 2 (one token of prompt, one to sample), got {max_model_len}"
+        )
+
+
+def _check_results(generator: Any, lengths: list[int], results: list[dict[str, Any]]) -> None:
     """The consumer slices by prompt length; its slices must come out whole."""
     layers = len(set(generator.layer_ids))
-    longest = generator.vllm_config.model_config.max_model_len - 1
-    if len(results) != len(prompts):
-        raise RuntimeError(f"vllm_compat: {len(prompts)} prompts went in, {len(results)} results came out")
-    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        expected = min(len(prompt), longest)
+    if len(results) != len(lengths):
+        raise RuntimeError(f"vllm_compat: {len(lengths)} prompts went in, {len(results)} results came out")
+    for index, (expected, result) in enumerate(zip(lengths, results, strict=True)):
         rows = [len(states) for states in result["hidden_states"]]
         if rows != [expected] * layers:
             raise RuntimeError(
@@ -126,6 +161,9 @@ def stepwise_executor(original: type) -> type:
         def first_error(self) -> str | None:
             """What a worker left in the mailbox, where there is one (patch "workers")."""
             return None
+
+        def forget_errors(self) -> None:
+            """A call has failed and been cleaned up: what it left does not explain a later failure."""
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             try:

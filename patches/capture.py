@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_compat.errors import CompatError
-from vllm_compat.patches._generator import current_generator
+from vllm_compat.patches._generator import STATE, current_generator
 from vllm_compat.patches._names import CONSUMER, CONSUMER_EXTENSION, GENERATOR, OUR_EXTENSION, RESET, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
 
@@ -36,10 +36,21 @@ def capturing_executor(original: type) -> type:
                 kwargs["args"] = (self._call_description(),)
             return super().collective_rpc(method, *args, **kwargs)
 
+        def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+            super().initialize_from_config(kv_cache_configs)
+            self.collective_rpc("_vllm_compat_check_model")  # vLLM's warm-up has run the model once
+
         def _call_description(self) -> dict[str, Any]:
             """What the workers need to know of a call: each request's rows, in the order of submission."""
             self.call_number = next(_call_numbers)
-            requests = current_generator().scheduler.requests.values()
+            generator = current_generator()
+            requests = generator.scheduler.requests.values()
+            lengths = [request.num_prompt_tokens for request in requests]
+            expected = getattr(generator, STATE).lengths
+            if lengths != expected:  # the consumer's slices would not be ours
+                raise RuntimeError(
+                    f"vllm_compat: prompts of {expected} tokens were given, the scheduler holds prompts of {lengths}"
+                )
             return {
                 "call": self.call_number,
                 "requests": [(request.request_id, request.num_prompt_tokens) for request in requests],

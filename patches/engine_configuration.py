@@ -23,7 +23,7 @@ def scheduler_config(original: Callable[..., Any]) -> Callable[..., Any]:
         # Chunks of a prompt would be labelled rightly too; whole prompts spare the paged read of earlier chunks.
         ours: dict[str, Any] = {"is_encoder_decoder": False, "async_scheduling": False, "enable_chunked_prefill": False}
         if budget := os.environ.get(STEP_TOKENS):
-            if not budget.isdigit() or int(budget) < kwargs.get("max_num_seqs", 1):
+            if not (budget.isascii() and budget.isdigit()) or int(budget) < kwargs.get("max_num_seqs", 1):
                 raise CompatError(
                     f"{STEP_TOKENS}={budget}: expected a whole number of tokens per step, at least the "
                     f"{kwargs.get('max_num_seqs', 1)} prompts that share a step"

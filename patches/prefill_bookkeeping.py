@@ -19,14 +19,12 @@ def whole_prompt_scheduler(original: type) -> type:
                 RuntimeError: a prompt cannot be scheduled (the consumer's loop would end without its rows).
             """
             step = super().schedule(*args, **kwargs)
-            # A step can be empty because it only took blocks back from a request; that request comes next.
-            while not step.total_num_scheduled_tokens and step.preempted_req_ids:
-                self._tell_workers(step)
-                step = super().schedule(*args, **kwargs)
+            # Also where the step only took blocks back: a request gives up its own only when no other is left to give.
             if not step.total_num_scheduled_tokens:
                 if self.requests:
                     raise RuntimeError(self._why_stuck())
-                self._tell_workers(step)
+                if step.finished_req_ids:
+                    current_generator().executor.execute_model(step)
             return step
 
         def finish_requests(self, request_ids: str | Iterable[str], finished_status: Any) -> Any:
@@ -38,10 +36,6 @@ def whole_prompt_scheduler(original: type) -> type:
         @staticmethod
         def _is_whole(request: Any) -> bool:
             return bool(request.num_computed_tokens >= request.num_prompt_tokens)
-
-        def _tell_workers(self, step: Any) -> None:
-            if step.finished_req_ids or step.preempted_req_ids:
-                current_generator().executor.execute_model(step)
 
         def _why_stuck(self) -> str:
             request = next(iter(self.requests.values()))
@@ -68,7 +62,7 @@ PATCH = Patch(
         Shape(
             module="vllm.v1.core.sched.output",
             symbol="SchedulerOutput",
-            fields=("total_num_scheduled_tokens", "finished_req_ids", "preempted_req_ids", "num_scheduled_tokens"),
+            fields=("total_num_scheduled_tokens", "finished_req_ids", "num_scheduled_tokens"),
         ),
     ),
     symptom=(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_compat.registry import Patch, Rebind, Shape
 
 log = logging.getLogger("vllm_compat")
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_one_at_a_time = threading.Lock()  # workers read the environment of this process, which is one for all its threads
 
 
 def proven_executor(original: type) -> type:
@@ -27,7 +29,7 @@ def proven_executor(original: type) -> type:
             self._mailbox = Mailbox()
             settings = {EXPECTED: fingerprint(), PATH: self._mailbox.path, **_start_method()}
             try:
-                with _environment(settings), _host_threads():
+                with _one_at_a_time, _environment(settings), _host_threads():
                     super().__init__(*args, **kwargs)
             except Exception as error:
                 # vLLM says "see stack trace"; a refusal of ours is the better text.
@@ -42,6 +44,9 @@ def proven_executor(original: type) -> type:
 
         def first_error(self) -> str | None:
             return self._mailbox.read()
+
+        def forget_errors(self) -> None:
+            self._mailbox.clear()
 
         def _check_workers(self) -> None:
             """Every rank answers for itself.

@@ -58,8 +58,8 @@ class Extraction:
         from speculators.data_generation import VllmHiddenStatesGenerator
 
         self.model = model
-        self.layer_ids = sorted(set(layer_ids))
         self.generator = VllmHiddenStatesGenerator(str(model), layer_ids=layer_ids, **settings)
+        self.layer_ids = sorted(set(layer_ids))
 
     def generate(self, prompts: Any) -> list[dict[str, Any]]:
         results: list[dict[str, Any]] = self.generator.generate(prompts)

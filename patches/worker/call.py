@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_compat.patches.worker.labels import Label
@@ -80,6 +80,12 @@ class CallBook:
                 return self.name(request_id), row
             row -= length
         raise IndexError(row)
+
+    def rows_of_each(self) -> Iterator[tuple[str, slice]]:
+        """Name and rows of each prompt."""
+        for request_id, length in self.requests:
+            offset = self._offset[request_id]
+            yield self.name(request_id), slice(offset, offset + length)
 
     def name(self, request_id: str) -> str:
         index = next((i for i, (known, _) in enumerate(self.requests) if known == request_id), None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_compat.patches.worker.call import CallBook
 from vllm_compat.patches.worker.labels import check_runner, step_labels
 from vllm_compat.patches.worker.mailbox import Post
+from vllm_compat.patches.worker.meaning import Meaning
 from vllm_compat.patches.worker.rows import HostRows
 from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
 
@@ -46,36 +47,56 @@ class Capture:
         self._post = Post()
         if self._keeps_rows:
             check_runner(self._runner)
-            layers = decoder_layers(self._runner.get_model(), _number_of_layers(worker))
+            model = self._runner.get_model()
+            layers = decoder_layers(model, _number_of_layers(worker))
+            self._meaning = Meaning(model, layers, self._runner.dtype)
             tap(layers, self.layer_ids, self._keep)
         self._watch_steps()
 
     def _watch_steps(self) -> None:
-        """Stand around this worker's ``model_runner.execute_model`` (this instance only)."""
+        """Stand around this worker's ``model_runner.execute_model`` and ``sample_tokens`` (this instance only)."""
         run = self._runner.execute_model
 
         @functools.wraps(run)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._post.heard()
+            self.heard()
             self._step = {}
             try:
                 output = run(scheduler_output, *args, **kwargs)
             except Exception as error:
                 self._step = None
-                text = (
-                    f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} "
-                    f"(process {os.getpid()}) ---\n{traceback.format_exc()}--- end of the worker's traceback ---"
-                )
-                if not self._keeps_rows:  # the parent listens to the rank that does
-                    self._post.leave(text)
-                    self._post.wait_for_the_others()
-                raise WorkerError(text) from error
+                raise self._reported(error) from error
             step, self._step = self._step, None
             if self._book is not None and self._error is None:
                 self._noting_errors(self._end_step, self._book, step, scheduler_output)
             return output
 
         self._runner.execute_model = execute_model
+        sample = self._runner.sample_tokens
+
+        @functools.wraps(sample)
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            self.heard()
+            try:
+                return sample(*args, **kwargs)
+            except Exception as error:
+                raise self._reported(error) from error
+
+        self._runner.sample_tokens = sample_tokens
+
+    def _reported(self, error: Exception) -> WorkerError:
+        text = (
+            f"{type(error).__name__}: {error}\n--- traceback of worker rank {self.rank} (process {os.getpid()}) ---\n"
+            f"{traceback.format_exc()}--- end of the worker's traceback ---"
+        )
+        if not self._keeps_rows:  # the parent listens to the rank that does
+            self._post.leave(text)
+            self._post.wait_for_the_others()
+        return WorkerError(text)
+
+    def heard(self) -> None:
+        """The parent has called this rank, so it is not waiting in vain for another one."""
+        self._post.heard()
 
     def _noting_errors(self, function: Callable[..., None], *args: Any) -> None:
         """Keep the first error for the end of the call: all ranks go on alike, so that none waits for another."""
@@ -91,7 +112,13 @@ class Capture:
     def _keep_rows(self, step: dict[int, torch.Tensor], layer_id: int, layer: str, output: Any) -> None:
         if layer_id in step:
             raise RuntimeError(f"vllm_compat: decoder layer {layer_id} ran twice in one step; its rows are not guessed")
-        step[layer_id] = residual_stream(layer, output)
+        rows = residual_stream(layer, output)
+        if rows.dim() != 2:
+            raise RuntimeError(
+                f"vllm_compat: decoder layer {layer} returned a tensor of shape {list(rows.shape)}, expected [tokens, "
+                "hidden]; models of vLLM's Transformers backend are not supported"
+            )
+        step[layer_id] = rows
 
     def _end_step(self, book: CallBook, step: dict[int, torch.Tensor], scheduler_output: Any) -> None:
         scheduled = scheduler_output.total_num_scheduled_tokens
@@ -108,7 +135,12 @@ class Capture:
             self._copies.begin(self._host, len(self.layer_ids), step[self.layer_ids[0]])
         self._copies.add([step[layer_id][:scheduled] for layer_id in self.layer_ids], spans)
 
+    def refuse_if_known(self) -> None:
+        if self._keeps_rows:
+            self._meaning.refuse_if_known()
+
     def begin_call(self, call: dict[str, Any]) -> None:
+        self.heard()
         self._call = call
         self._error = None
         self._host.rows = None
@@ -132,6 +164,7 @@ class Capture:
             raise RuntimeError("vllm_compat: _get_captured_states without _reset_capture before it")
         if self._error is not None:
             raise self._error
+        self._meaning.check()
         book.check_complete()
         warnings = self._check_values(book)
         if not self._call["describe"]:
@@ -139,19 +172,17 @@ class Capture:
         return self._host.description() | {"call": self._call["call"], "warnings": warnings}
 
     def _check_values(self, book: CallBook) -> list[str]:
-        import torch
-
-        assert self._host.rows is not None
         faults = []
-        for layer_id, rows, low, high in zip(self.layer_ids, self._host.rows, *self._copies.finish(), strict=True):
-            if not (low > -float("inf") and high < float("inf")):  # also false for NaN
-                bad = (~torch.isfinite(rows)).any(dim=-1).nonzero()[:, 0]
+        for layer_id, low, high in zip(self.layer_ids, *self._copies.finish(), strict=True):
+            bad = (~(low.isfinite() & high.isfinite())).nonzero()[:, 0]
+            if len(bad):
                 name, position = book.owner(int(bad[0]))
                 faults.append(
                     f"{name}, position {position}, layer {layer_id}: hidden state is not finite ({len(bad)} such rows)"
                 )
-            elif low == high and book.tokens > 1:
-                faults.append(f"layer {layer_id}: all {book.tokens} rows hold the single value {low}")
+            for name, rows in book.rows_of_each():
+                if (low[rows] == high[rows]).all():
+                    faults.append(f"{name}, layer {layer_id}: each of its {len(low[rows])} rows holds one single value")
         if faults and self._call["nonfinite"] == "error":
             raise RuntimeError("vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows.")
         return [f"vllm_compat: {fault}" for fault in faults]
@@ -167,21 +198,24 @@ class Copies:
     def begin(self, host: HostRows, layers: int, like: torch.Tensor) -> None:
         import torch
 
+        assert host.rows is not None
         self._host = host
         self._overlap = like.device.type == "cuda" and host.is_pinned
         if self._overlap and not hasattr(self, "_stream"):
             self._stream = torch.cuda.Stream(like.device)
-        self._low = torch.full((layers,), float("inf"), device=like.device)
-        self._high = torch.full((layers,), -float("inf"), device=like.device)
+        # Of each row of the call; what no step fills in stays NaN, which is an error.
+        self._low, self._high = torch.full((2, layers, host.rows.shape[1]), float("nan"), device=like.device)
 
     def add(self, layers: list[torch.Tensor], spans: list[Any]) -> None:
         """layers: the step's rows ``[tokens, hidden]`` per layer; spans: where they go."""
         import torch
 
         assert self._host.rows is not None
-        extremes = [torch.aminmax(rows) for rows in layers]  # NaN anywhere makes both NaN
-        self._low = torch.minimum(self._low, torch.stack([low for low, _ in extremes]))
-        self._high = torch.maximum(self._high, torch.stack([high for _, high in extremes]))
+        for low, high, rows in zip(self._low, self._high, layers, strict=True):
+            smallest, largest = torch.aminmax(rows, dim=-1)  # a NaN in the row makes both NaN
+            for source, target, count in spans:
+                low[target : target + count] = smallest[source : source + count]
+                high[target : target + count] = largest[source : source + count]
         if not self._overlap:
             self._copy(layers, spans, wait=True)
             return
@@ -201,11 +235,11 @@ class Copies:
                     rows[span.source : span.source + span.count], non_blocking=not wait
                 )
 
-    def finish(self) -> tuple[list[float], list[float]]:
-        """Wait for the copies; the smallest and the largest value of each layer over the call."""
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the copies; the smallest and the largest value of each row ``[layers, tokens]``, on the CPU."""
         if self._overlap:
             self._stream.synchronize()
-        return self._low.tolist(), self._high.tolist()
+        return self._low.cpu(), self._high.cpu()
 
 
 def _is_first_rank(worker: Any) -> bool:

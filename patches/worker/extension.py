@@ -62,6 +62,10 @@ class HiddenStatesWorkerExtension:
         """
         return self._vllm_compat_capture.hand_over()
 
+    def _vllm_compat_check_model(self) -> None:
+        """Raises ValueError: the model has run, and what its layers return is not understood."""
+        self._vllm_compat_capture.refuse_if_known()
+
     def _vllm_compat_rows_by_value(self) -> list[Any]:
         """The rows of the call that has just been handed over, as CPU tensors ``[tokens, hidden]``, one per layer."""
         return self._vllm_compat_capture.rows_by_value()
@@ -70,6 +74,8 @@ class HiddenStatesWorkerExtension:
         return memory_report(self)
 
     def _vllm_compat_report(self) -> dict[str, Any]:
+        if hasattr(self, "_vllm_compat_capture"):
+            self._vllm_compat_capture.heard()
         """What this process really has, not what its parent believes.
 
         ``patches`` are the ids whose worker part answers on this very object; ``routes`` the ways by which vllm_compat

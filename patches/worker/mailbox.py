@@ -36,6 +36,10 @@ class Mailbox:
         text = os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace")
         return text.partition("\0")[0] or None
 
+    def clear(self) -> None:
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_compat.patches._generator import STATE, generator_in_use
+
 Prompts = Callable[..., list[list[int]]]
 
 
@@ -50,6 +52,24 @@ def test_case_5_the_first_error_wins_and_carries_the_workers_traceback(extractio
     assert not extraction.generator.scheduler.requests
     extraction.check(prompts_of(33, 20, 30))
     assert extraction.in_worker(lambda worker: len(worker.model_runner.requests)) == [0]
+
+
+def test_an_error_while_sampling_carries_the_workers_traceback_too(extraction: Any, prompts_of: Prompts) -> None:
+    def plant(worker: Any) -> None:
+        def broken_sampler(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("planted in the sampler")
+
+        worker.model_runner._sample = broken_sampler
+
+    def mend(worker: Any) -> None:
+        del worker.model_runner._sample
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="ValueError: planted in the sampler") as error:
+        extraction.generate(prompts_of(20, 30))
+    assert "in broken_sampler" in str(error.value)
+    extraction.in_worker(mend)
+    extraction.check(prompts_of(33, 20))
 
 
 def test_an_error_in_a_later_step_leaves_nothing_either(extraction: Any, prompts_of: Prompts) -> None:
@@ -111,7 +131,9 @@ def test_a_layer_of_one_single_value_is_an_error(extraction: Any, prompts_of: Pr
         layer.forward = zeros
 
     extraction.in_worker(plant)
-    with pytest.raises(RuntimeError, match="layer 5: all 50 rows hold the single value 0"):
+    with pytest.raises(
+        RuntimeError, match=r"prompt 0 .*, layer 5: each of its 20 rows holds one single value; prompt 1 "
+    ):
         extraction.generate(prompts_of(20, 30))
 
 
@@ -194,9 +216,12 @@ def test_a_generator_after_another_in_one_process(model: Path, extract: Any, pro
     extract(model, [1, 2], max_model_len=128).check(prompts_of(60, 5))
 
 
-def test_no_layer_ids_is_an_error(model: Path, extract: Any) -> None:
-    with pytest.raises(RuntimeError, match="layer_ids is empty"):
-        extract(model, [], max_model_len=128)
+def test_settings_that_make_no_sense_are_errors_before_the_model_loads(model: Path, extract: Any) -> None:
+    for wrong in ([], [2.0], [True], torch.tensor([1, 3]), "13"):
+        with pytest.raises(ValueError, match="layer_ids: expected"):
+            extract(model, wrong, max_model_len=128)
+    with pytest.raises(ValueError, match="max_model_len: expected at least 2"):
+        extract(model, [0], max_model_len=1)
 
 
 def test_hidden_states_are_plain_cpu_tensors(extraction: Any, prompts_of: Prompts) -> None:
@@ -214,3 +239,57 @@ def test_a_worker_with_other_files_is_refused_before_the_model_loads(
     with pytest.raises(CompatError, match=r"would run files \w+ from .*, its parent has 0123456789abcdef"):
         extract(model, [0], max_model_len=128)
     assert "Starting to load model" not in "".join(capfd.readouterr())
+
+
+def test_what_an_unseen_call_left_is_not_handed_over(extraction: Any, prompts_of: Prompts) -> None:
+    from speculators.data_generation import vllm_hidden_states_generator as module
+
+    left = module.SamplingParams(max_tokens=1)
+    with generator_in_use(extraction.generator):
+        for number in range(2):
+            request = module.Request(
+                request_id=f"left_{number}",
+                prompt_token_ids=[7] * 30,
+                sampling_params=left,
+                pooling_params=None,
+                eos_token_id=None,
+            )
+            extraction.generator.scheduler.add_request(request)
+    extraction.check(prompts_of(30, 20))
+
+
+def test_an_interrupt_while_cleaning_up_leaves_the_generator_unusable(
+    model: Path, extract: Any, prompts_of: Prompts
+) -> None:
+    other = extract(model, [0], max_model_len=128)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    other.generator.scheduler.abort_all = interrupted
+    other.generator.scheduler.schedule = lambda: 1 / 0
+    with pytest.raises(KeyboardInterrupt):
+        other.generate(prompts_of(5))
+    del other.generator.scheduler.abort_all, other.generator.scheduler.schedule
+    with pytest.raises(RuntimeError, match="cannot be used any more: its last call was interrupted"):
+        other.generate(prompts_of(5))
+
+
+def test_a_forked_child_is_refused(extraction: Any, prompts_of: Prompts) -> None:
+    state = getattr(extraction.generator, STATE)
+    state.pid += 1
+    with pytest.raises(RuntimeError, match="this generator belongs to process"):
+        extraction.generate(prompts_of(5))
+    state.pid -= 1
+
+
+def test_a_killed_worker_is_named(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    import os
+    import signal
+
+    other = extract(model, [0], max_model_len=128)
+    os.kill(other.generator.executor.workers[0].proc.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"a worker process has ended|its workers are gone"):
+        other.generate(prompts_of(5))
+    with pytest.raises(RuntimeError, match="its workers are gone"):
+        other.generate(prompts_of(5))

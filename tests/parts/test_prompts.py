@@ -25,6 +25,7 @@ VOCABULARY = 100
         ([], "token_ids cannot be empty"),
         ([1, 2, 3], "prompt 0: expected a sequence of token ids, got int 1"),
         (["abc"], "prompt 0: expected a sequence of token ids, got str 'abc'"),
+        ([{9, 5, 7}], "prompt 0: expected a sequence of token ids, got set"),
         ("abc", "expected a batch of token id sequences, got str"),
         (7, "expected a batch of token id sequences, got int"),
         (torch.zeros(3, dtype=torch.long), r"expected shape \[prompts, tokens\], got \(3,\)"),
