@@ -29,7 +29,7 @@ def test_case_2_prompts_are_cut_at_the_budget_and_go_on(chunked: Any, prompts_of
         chunked.check([prompt])
 
 
-def test_case_15_one_prompt_of_eight_steps_and_device_memory_of_one(chunked: Any, prompts_of: Prompts) -> None:
+def test_case_15_one_prompt_of_eight_steps(chunked: Any, prompts_of: Prompts) -> None:
     chunked.check(prompts_of(8 * 64))
     chunked.check(prompts_of(1000, 7, 512, 1))
 

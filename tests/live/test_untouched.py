@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = '''
-import json, sys, types
+import json, os, sys, types
 
 
 def attributes():
@@ -36,10 +36,13 @@ def changed(before, after, only=None):
 
 
 if __name__ == "__main__":
+    os.environ["VLLM_COMPAT"] = "0"  # the start-up file would patch at once
     import speculators.data_generation.vllm_hidden_states_generator as consumer
+    del os.environ["VLLM_COMPAT"]
     originals = dict(vars(consumer))
     before = attributes()
-    import vllm_compat  # activates late: what vLLM has loaded by now is all there to be touched
+    import vllm_compat
+    vllm_compat.activate()  # late: what vLLM has loaded by now is all there to be touched
     patched = sorted(key for key, value in originals.items() if vars(consumer)[key] is not value)
     activation = changed(before, attributes())
 
