@@ -14,7 +14,7 @@ EXPECTED = "VLLM_COMPAT_EXPECTED_FINGERPRINT"
 """Environment variable through which the parent tells its workers what to expect."""
 
 WORKER_SIDE = {
-    "capture": ("_setup_hidden_states_capture", "_reset_capture"),
+    "capture": ("_setup_hidden_states_capture", "_reset_capture", "_vllm_compat_check_model"),
     "hand-over": ("_get_captured_states", "_vllm_compat_rows_by_value"),
     "devices": ("_vllm_compat_memory",),
     "workers": ("_vllm_compat_report",),
