@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import traceback
 from collections.abc import Callable
@@ -18,8 +17,6 @@ from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger("vllm_compat")
 
 
 class WorkerError(RuntimeError):
