@@ -47,6 +47,11 @@ def sharing_executor(original: type) -> type:
             values: list[Any] = super().collective_rpc("_vllm_compat_rows_by_value", unique_reply_rank=0)
             return values
 
+        def shutdown(self) -> None:
+            """The workers' memory goes when they do, not when the last reference to this executor does."""
+            super().shutdown()
+            self._mapped = None
+
         def _map(self, pid: int, fd: int, size: int) -> mmap.mmap:
             """Map the worker's anonymous file through its descriptor: it has no name to guess or to leave behind."""
             descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
