@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import vllm_compat.extraction.compare as compare_module
-
-compare, tolerance = compare_module.compare, compare_module.tolerance
+from vllm_compat.extraction import rowwise
+from vllm_compat.extraction.compare import compare
+from vllm_compat.extraction.rowwise import tolerance
 
 LAYERS = (2, 4, 7)
 HIDDEN = 48
@@ -173,6 +173,42 @@ def test_layers_in_the_wrong_order() -> None:
     assert [layer.wrong_layer for layer in report.layers] == [report.rows, report.rows, 0]
 
 
+def _residual_stream(step: float) -> list[Any]:
+    """Layers 30, 31 and 32 of one prompt, each of which adds little to the one before, as in a deep model."""
+    generator = torch.Generator().manual_seed(3)
+    layers = [torch.randn(40, HIDDEN, generator=generator)]
+    for _ in range(2):
+        layers.append(layers[-1] + step * torch.randn(40, HIDDEN, generator=generator))
+    return layers
+
+
+@pytest.mark.parametrize(("plant", "wrong"), [(0, 0), (1, 40), (-1, 40)])
+def test_a_neighbour_within_the_tolerance_is_told_apart(plant: int, wrong: int) -> None:
+    """Layers of deep models differ by less than rounding may cost in all; a rival tells them apart all the same."""
+    layers = _residual_stream(0.08)
+    noise = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(4)) * 0.01
+    got = [[(layers[1 + plant] + noise).bfloat16()]]
+    want, rivals = [[layers[1]]], {30: [layers[0]], 32: [layers[2]]}
+    assert compare(got, want, layer_ids=[31]).ok, "within the tolerance: alone it cannot be told"
+    report = compare(got, want, layer_ids=[31], rivals=rivals)
+    assert report.layers[0].wrong_layer == wrong
+    assert report.ok == (plant == 0)
+    if plant:
+        assert f"is like layer {31 + plant}" in report.problems[0]
+
+
+def test_findings_row_by_row() -> None:
+    got = _got()
+    _swap(got[1][0], 5, got[1][0], 6)
+    got[0][0][3, 0] = math.nan
+    (found, *_) = _compare(got).found
+    first = len(PROMPTS[0])
+    assert (~found.finite).nonzero().flatten().tolist() == [3]
+    wrong = found.wrong
+    assert found.place[wrong].tolist() == [first + 5, first + 6]
+    assert found.nearest[wrong].tolist() == [first + 6, first + 5]
+
+
 def test_one_row_of_another_layer() -> None:
     got = _got()
     got[3][2][4] = got[3][0][4]
@@ -269,13 +305,14 @@ def test_indistinguishable_rows_are_a_problem_when_there_are_many() -> None:
     report = compare(got, want, layer_ids=[0], prompts=[list(range(8))])
     assert report.layers[0].misplaced == 0
     assert any("cannot be told from another" in problem for problem in report.problems)
+    assert compare(got, want, layer_ids=[0], prompts=[list(range(8))], undecided_share=1).ok
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     got = _got()
     _swap_between(got)
     whole = _compare(got).as_dict()
-    monkeypatch.setattr(compare_module, "_CHUNK", 7)
+    monkeypatch.setattr(rowwise, "_CHUNK", 7)
     parts = _compare(got).as_dict()
     assert parts["problems"] == whole["problems"]
     assert parts["margin"] == pytest.approx(whole["margin"], abs=1e-5)

@@ -5,7 +5,8 @@ and a swapped row then passes. So there are three tests, each on every row of ev
 
 - *value*: the relative error |got - want| / |want| is within the tolerance of the layer;
 - *row*: the row is nearer to its own reference row than to any other row of any prompt (same layer);
-- *layer*: the row is nearer to its own layer than to any other captured layer (same row).
+- *layer*: the row is nearer to its own layer than to any other captured layer, or any rival that is given (same
+  row). A layer's neighbours are the rivals that matter: in a deep model they differ by less than the tolerance.
 
 The *margin* of the last two is (other - own) / (other + own), where own is the distance to the row's own
 reference and other that to the nearest wrong one: 1 is perfect, 0 a tie, below 0 the row is in the wrong
@@ -13,8 +14,8 @@ place.
 
 Rows with the same tokens up to and including their own (a common prefix) are identical by right; they do
 not compete, if the tokens are given. Two reference rows that are no further apart than the noise seen in
-this layer cannot be told from each other: such a row is "undecided", not misplaced, and more than 1 % of
-them is a problem.
+this layer (where its rows fit best, right or wrong) cannot be told from each other: such a row is "undecided",
+not misplaced, and more than 1 % of them is a problem unless the caller allows it.
 
 Tolerance: a value in bfloat16 has 8 bits of mantissa, so a rounding is worth up to 2^-8 of it, and each
 layer rounds about a dozen times on the way, in another order in each implementation. Roundings of
@@ -25,10 +26,12 @@ the row's length. Measured on the tiny model: at most 2.5 % between bfloat16 and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from vllm_compat.extraction.rowwise import Found, extreme, find, prefix_keys
+from vllm_compat.extraction.rowwise import tolerance as tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -37,18 +40,6 @@ States = Sequence[Sequence["torch.Tensor"]]  # [prompt][layer] -> [tokens, hidde
 
 UNDECIDED_SHARE = 0.01
 _EXAMPLES = 3
-_CHUNK = 1024  # rows compared with all others at once
-
-# Relative error of one layer. In 16 bits only results are rounded, sums run in float32; in float32 the sums
-# themselves are rounded at every step, so more roundings of less weight.
-_ROUNDING = {"torch.bfloat16": 8 * 2.0**-8, "torch.float16": 8 * 2.0**-11, "torch.float32": 256 * 2.0**-23}
-
-
-def tolerance(dtype: torch.dtype, layer_id: int) -> float:
-    """Allowed relative error of a row after decoder layer `layer_id`, computed in `dtype`."""
-    if str(dtype) not in _ROUNDING:
-        raise ValueError(f"no tolerance known for {dtype}: expected one of {', '.join(_ROUNDING)}")
-    return _ROUNDING[str(dtype)] * math.sqrt(layer_id + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +69,7 @@ class Report:
     rows: int  # per layer, as expected
     layers: tuple[LayerReport, ...]
     problems: tuple[str, ...]
+    found: tuple[Found, ...] = field(default=(), repr=False, compare=False)  # like `layers`; not in `as_dict`
 
     @property
     def ok(self) -> bool:
@@ -123,12 +115,16 @@ def compare(
     *,
     layer_ids: Sequence[int],
     prompts: Sequence[Sequence[int]] | None = None,
+    rivals: Mapping[int, Sequence[torch.Tensor]] | None = None,
+    undecided_share: float = UNDECIDED_SHARE,
 ) -> Report:
     """Compare extracted states with the reference.
 
     `got` and `want` hold one list per prompt, in it one [tokens, hidden] tensor for each of `layer_ids`; the
     dtype of `got` sets the tolerance. `prompts` are the token ids: with them rows of a common prefix do not
-    compete. What is wrong with `got` is found and reported, never raised; ValueError means that the caller's
+    compete. `rivals` are reference states of layers that were not captured, by layer id one tensor per prompt:
+    they compete in the layer test. More than `undecided_share` of rows that cannot be told from others are a
+    problem. What is wrong with `got` is found and reported, never raised; ValueError means that the caller's
     `want`, `layer_ids` and `prompts` do not fit each other.
     """
     import torch
@@ -143,22 +139,27 @@ def compare(
     if len(got) != len(want):
         problems.append(f"{len(got)} prompts, expected {len(want)}")
     places = [(prompt, row) for prompt, length in enumerate(lengths) for row in range(length)]
-    keys = torch.tensor(_prefix_keys(prompts) if prompts is not None else range(len(places)))
-    wanted = [torch.cat([states[i].float() for states in want]) for i in range(len(layer_ids))]
+    keys = torch.tensor(prefix_keys(prompts) if prompts is not None else range(len(places)))
+    wanted = [torch.cat([states[i] for states in want]).float() for i in range(len(layer_ids))]
+    levels = dict(zip(layer_ids, wanted, strict=True))
+    levels |= {layer_id: torch.cat(list(states)) for layer_id, states in (rivals or {}).items()}
 
-    layers = []
+    layers, everything = [], []
     for i, layer_id in enumerate(layer_ids):
         tensors, missing = _fitting(got, want, i, layer_id)
         problems += missing
         if not tensors:
             continue
         index = torch.cat([torch.arange(lengths[p]) + sum(lengths[:p]) for p in tensors])
-        rows = torch.cat(list(tensors.values()))
-        others = [j for j, other in enumerate(layer_ids) if other != layer_id]
-        layer, found = _compare_layer(rows, index, wanted, i, others, layer_ids, keys, places)
+        others = {other: states for other, states in levels.items() if other != layer_id}
+        found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys)
+        layer, said = _report(found, index, places, bool(others), undecided_share)
         layers.append(layer)
-        problems += found
-    return Report(prompts=len(want), rows=len(places), layers=tuple(layers), problems=tuple(problems))
+        everything.append(found)
+        problems += said
+    return Report(
+        prompts=len(want), rows=len(places), layers=tuple(layers), problems=tuple(problems), found=tuple(everything)
+    )
 
 
 def _fitting(got: States, want: States, i: int, layer_id: int) -> tuple[dict[int, torch.Tensor], list[str]]:
@@ -180,62 +181,29 @@ def _fitting(got: States, want: States, i: int, layer_id: int) -> tuple[dict[int
     return tensors, problems
 
 
-def _compare_layer(
-    got: torch.Tensor,
+def _report(
+    found: Found,
     index: torch.Tensor,
-    wanted: list[torch.Tensor],
-    i: int,
-    others: list[int],
-    layer_ids: Sequence[int],
-    keys: torch.Tensor,
     places: list[tuple[int, int]],
+    layers_compete: bool,
+    undecided_share: float,
 ) -> tuple[LayerReport, list[str]]:
-    """Compare the rows `got` [n, hidden] of layer `i` with the reference rows `index` [n]."""
-    import torch
-
-    layer_id, allowed = layer_ids[i], tolerance(got.dtype, layer_ids[i])
-    finite = torch.isfinite(got).all(dim=1)
-    rows, place = got[finite].float(), index[finite]
-    want = wanted[i][place]
-    length = want.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    own = (rows - want).norm(dim=1)
-    error = own / length
-    # Noise is what this run shows, but never more than is allowed: a run of nothing but swaps must not excuse
-    # itself.
-    noise = (length * min(allowed, 3 * float(error.median()))) if len(rows) else length
-
-    row_gap, nearest = _nearest_row(rows, wanted[i], place, keys)
-    row_margin = _margins(own, row_gap)
-    row_lost = (row_margin <= 0) & row_gap.isfinite()
-    row_undecided = row_lost & ((wanted[i][nearest] - want).norm(dim=1) <= noise)
-
-    layer_margin, layer_lost = torch.ones_like(own), torch.zeros_like(row_lost)
-    layer_undecided, layer_like = layer_lost.clone(), torch.zeros_like(place)
-    for j in others:
-        other = wanted[j][place]
-        margin = _margins(own, (rows - other).norm(dim=1))
-        layer_like[margin < layer_margin] = j
-        layer_undecided |= (margin <= 0) & ((other - want).norm(dim=1) <= noise)
-        layer_lost |= margin <= 0
-        layer_margin = torch.minimum(layer_margin, margin)
-
-    misplaced, wrong_layer = row_lost & ~row_undecided, layer_lost & ~layer_undecided
-    outside, undecided = error > allowed, row_undecided | layer_undecided
-    cosine = torch.nn.functional.cosine_similarity(rows, want, dim=1)
+    """`found` in numbers, and its problems in words. `index` are the rows that were compared, finite or not."""
+    layer_id, allowed, total = found.layer_id, found.allowed, len(index)
     report = LayerReport(
         layer_id=layer_id,
-        rows=len(got),
+        rows=total,
         tolerance=allowed,
-        max_abs_error=_extreme((rows - want).abs(), "max"),
-        max_relative_error=_extreme(error, "max"),
-        min_cosine=_extreme(cosine, "min"),
-        row_margin=_extreme(row_margin, "min") if bool(row_gap.isfinite().any()) else None,
-        layer_margin=_extreme(layer_margin, "min") if others else None,
-        not_finite=int((~finite).sum()),
-        outside=int(outside.sum()),
-        misplaced=int(misplaced.sum()),
-        wrong_layer=int(wrong_layer.sum()),
-        undecided=int(undecided.sum()),
+        max_abs_error=found.max_abs_error,
+        max_relative_error=extreme(found.error, "max"),
+        min_cosine=extreme(found.cosine, "min"),
+        row_margin=extreme(found.row_margin, "min") if bool(found.row_gap.isfinite().any()) else None,
+        layer_margin=extreme(found.layer_margin, "min") if layers_compete else None,
+        not_finite=int((~found.finite).sum()),
+        outside=int(found.outside.sum()),
+        misplaced=int(found.misplaced.sum()),
+        wrong_layer=int(found.wrong_layer.sum()),
+        undecided=int(found.undecided.sum()),
     )
 
     def name(number: int) -> str:
@@ -244,85 +212,28 @@ def _compare_layer(
 
     def problem(where: torch.Tensor, text: str, said: list[str]) -> str:
         more = ", ..." if int(where.sum()) > len(said) else ""
-        return f"layer {layer_id}: {int(where.sum())} of {len(got)} rows {text}: {', '.join(said)}{more}"
+        return f"layer {layer_id}: {int(where.sum())} of {total} rows {text}: {', '.join(said)}{more}"
 
-    problems = []
+    place, problems = found.place, []
     if report.not_finite:
-        bad = index[~finite][:_EXAMPLES].tolist()
-        problems.append(problem(~finite, "are not finite (NaN or infinity)", [name(n) for n in bad]))
+        bad = index[~found.finite][:_EXAMPLES].tolist()
+        problems.append(problem(~found.finite, "are not finite (NaN or infinity)", [name(n) for n in bad]))
     if report.misplaced:
-        pairs = zip(place[misplaced].tolist(), nearest[misplaced].tolist(), strict=True)
+        pairs = zip(place[found.misplaced].tolist(), found.nearest[found.misplaced].tolist(), strict=True)
         said = [f"{name(here)} holds {name(there)}" for here, there in list(pairs)[:_EXAMPLES]]
-        problems.append(problem(misplaced, "are nearer to another row", said))
+        problems.append(problem(found.misplaced, "are nearer to another row", said))
     if report.wrong_layer:
-        pairs = zip(place[wrong_layer].tolist(), layer_like[wrong_layer].tolist(), strict=True)
-        said = [f"{name(here)} is like layer {layer_ids[j]}" for here, j in list(pairs)[:_EXAMPLES]]
-        problems.append(problem(wrong_layer, "are nearer to another layer", said))
+        pairs = zip(place[found.wrong_layer].tolist(), found.layer_like[found.wrong_layer].tolist(), strict=True)
+        said = [f"{name(here)} is like layer {other}" for here, other in list(pairs)[:_EXAMPLES]]
+        problems.append(problem(found.wrong_layer, "are nearer to another layer", said))
     if report.outside:
-        worst = error.masked_fill(~outside, 0).topk(min(_EXAMPLES, report.outside)).indices
-        said = [f"{name(int(place[n]))} by {float(error[n]):.3g}" for n in worst]
-        problems.append(problem(outside, f"differ by more than {allowed:.3g} of their length", said))
-    if report.undecided > UNDECIDED_SHARE * len(got):
-        bad = place[undecided][:_EXAMPLES].tolist()
-        problems.append(problem(undecided, "cannot be told from another", [name(n) for n in bad]))
+        worst = found.error.masked_fill(~found.outside, 0).topk(min(_EXAMPLES, report.outside)).indices
+        said = [f"{name(int(place[n]))} by {float(found.error[n]):.3g}" for n in worst]
+        problems.append(problem(found.outside, f"differ by more than {allowed:.3g} of their length", said))
+    if report.undecided > undecided_share * total:
+        bad = place[found.undecided][:_EXAMPLES].tolist()
+        problems.append(problem(found.undecided, "cannot be told from another", [name(n) for n in bad]))
     return report, problems
-
-
-def _nearest_row(
-    rows: torch.Tensor, want: torch.Tensor, place: torch.Tensor, keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of `rows` the distance to the nearest reference row of another key, and which one that is.
-
-    The distance is infinite where there is no other. A matrix product finds the candidate, which is fast but
-    loses digits; its distance is then computed exactly.
-    """
-    import torch
-
-    middle = want.mean(dim=0)  # rows have much in common: without it fewer digits are lost
-    centred = want - middle
-    # |row - other|^2 is |other|^2 - 2 row.other plus |row|^2, which is the same for all others: one product.
-    others = torch.cat([-2 * centred, centred.square().sum(dim=1, keepdim=True)], dim=1).T
-    _, group, sizes = keys.unique(return_inverse=True, return_counts=True)
-    shared = (sizes[group] > 1).nonzero().squeeze(1)  # rows that have a twin: few, so the mask below is small
-    gaps, nearest = [], []
-    for chunk, here in zip(rows.split(_CHUNK), place.split(_CHUNK), strict=True):
-        scores = torch.nn.functional.pad(chunk - middle, (0, 1), value=1.0) @ others
-        scores[torch.arange(len(here)), here] = torch.inf
-        scores[:, shared] = scores[:, shared].masked_fill(
-            keys[here].unsqueeze(1) == keys[shared].unsqueeze(0), torch.inf
-        )
-        best = scores.min(dim=1)
-        gaps.append((chunk - want[best.indices]).norm(dim=1).masked_fill(best.values.isinf(), torch.inf))
-        nearest.append(best.indices)
-    if not gaps:
-        return rows.new_empty(0), place.new_empty(0)
-    return torch.cat(gaps), torch.cat(nearest)
-
-
-def _margins(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(other - own) / (other + own) in [-1, 1]; 1 where there is no other, 0 where both distances are 0."""
-    import torch
-
-    both = other + own
-    margin = (other - own) / both.clamp_min(torch.finfo(both.dtype).tiny)
-    return margin.masked_fill(other.isinf(), 1.0)
-
-
-def _prefix_keys(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A number per row; two rows have the same one if and only if all tokens up to theirs are the same."""
-    known: dict[tuple[int, int], int] = {}
-    keys = []
-    for prompt in prompts:
-        key = -1
-        for token in prompt:
-            key = known.setdefault((key, int(token)), len(known))
-            keys.append(key)
-    return keys
-
-
-def _extreme(values: torch.Tensor, which: str) -> float:
-    """Largest or smallest value; NaN if there is none."""
-    return float(getattr(values, which)()) if values.numel() else float("nan")
 
 
 def _margin(value: float | None) -> str:

@@ -6,12 +6,112 @@ alone cannot get another prompt's rows.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+EMBEDDINGS = -1  # the "layer id" of what enters the first decoder layer
+
+
+class Reference:
+    """A model loaded once, asked for the hidden states of one prompt after the other.
+
+    `device` is "cpu", "cuda", "cuda:1", ..., or "auto", which spreads a model over all GPUs and the host's memory
+    (that needs the package accelerate). `trust_remote_code` runs Python code that comes with the model.
+    """
+
+    def __init__(
+        self, model_path: Path | str, *, dtype: torch.dtype, device: str = "cpu", trust_remote_code: bool = False
+    ) -> None:
+        self._model = _load(model_path, dtype, device, trust_remote_code).eval()
+        self._decoder, self._layers = _decoder(self._model)
+        # The head's logits are not wanted: for a long prompt and a large vocabulary they are gigabytes.
+        keeps = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self._without_logits = {"logits_to_keep": 1} if keeps else {}
+
+    @property
+    def layers(self) -> int:
+        """How many decoder layers the model has."""
+        return len(self._layers)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids have an embedding."""
+        return int(self._model.get_input_embeddings().num_embeddings)
+
+    @property
+    def hidden_size(self) -> int:
+        """Length of a row."""
+        return int(self._model.config.get_text_config().hidden_size)
+
+    def states(
+        self, prompt: Sequence[int], layer_ids: Sequence[int], *, rows: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Hidden states of `prompt`: one [tokens, hidden] tensor on the CPU for each of `layer_ids`, in the model's
+        dtype; with `rows` only these rows of it.
+
+        Layer id k is the output of decoder layer k, residual added, before the final norm, also for the last
+        layer; `EMBEDDINGS` (-1) is the input of layer 0. It is taken with a hook on the layer itself: the last
+        entry of `output_hidden_states` is already normed. Raises ValueError for a layer that the model has not,
+        and for an empty prompt.
+        """
+        import torch
+
+        for layer_id in layer_ids:
+            if not EMBEDDINGS <= layer_id < self.layers:
+                raise ValueError(f"layer {layer_id} is not one of the model's layers 0 to {self.layers - 1}")
+        if not len(prompt):
+            raise ValueError("the prompt is empty")
+        taken: dict[int, torch.Tensor] = {}
+
+        def take(layer_id: int, output: Any) -> None:
+            # A decoder layer returns the tensor, or in older releases a tuple that starts with it.
+            states = (output[0] if isinstance(output, tuple) else output).detach().reshape(len(prompt), -1)
+            taken[layer_id] = (states if rows is None else states[list(rows)]).cpu()
+
+        handles = []
+        for layer_id in set(layer_ids):
+            if layer_id == EMBEDDINGS:
+                handles.append(
+                    self._layers[0].register_forward_pre_hook(
+                        lambda _module, args, kwargs: take(EMBEDDINGS, args or kwargs["hidden_states"]),
+                        with_kwargs=True,
+                    )
+                )
+            else:
+                handles.append(
+                    self._layers[layer_id].register_forward_hook(
+                        lambda _module, _args, output, layer_id=layer_id: take(layer_id, output)
+                    )
+                )
+        try:
+            with torch.inference_mode():
+                ids = torch.as_tensor(prompt, dtype=torch.long, device=self._device).unsqueeze(0)
+                self._model(input_ids=ids, use_cache=False, **self._without_logits)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [taken[layer_id] for layer_id in layer_ids]
+
+    def normed(self, states: torch.Tensor) -> torch.Tensor | None:
+        """`states` [rows, hidden] after the model's final norm, on the CPU; None if that norm is not found."""
+        import torch
+
+        norm = next((getattr(self._decoder, name, None) for name in ("norm", "final_layernorm", "ln_f")), None)
+        if norm is None:
+            return None
+        weight = next(norm.parameters())
+        with torch.inference_mode():
+            return norm(states.to(weight.device, weight.dtype)).cpu()
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self._model.get_input_embeddings().weight.device
 
 
 def reference_states(
@@ -22,64 +122,34 @@ def reference_states(
     dtype: torch.dtype,
     device: str = "cpu",
 ) -> list[list[torch.Tensor]]:
-    """Hidden states of `prompts`: per prompt one [tokens, hidden] tensor of `dtype` for each of `layer_ids`.
-
-    Layer id k is the output of decoder layer k, residual added, before the final norm, also for the last
-    layer. It is taken with a hook on the layer itself: the last entry of `output_hidden_states` is already
-    normed. The tensors are on the CPU. Raises ValueError for a layer that the model has not, and for an empty
-    prompt.
-    """
-    import torch
-
-    model = _load(model_path, dtype).to(device).eval()
-    layers = _decoder_layers(model)
-    for layer_id in layer_ids:
-        if not 0 <= layer_id < len(layers):
-            raise ValueError(f"layer {layer_id} is not one of the model's layers 0 to {len(layers) - 1}")
-
-    taken: dict[int, torch.Tensor] = {}
-
-    def take(layer_id: int) -> Any:
-        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-            # A decoder layer returns the tensor, or in older releases a tuple that starts with it.
-            taken[layer_id] = (output[0] if isinstance(output, tuple) else output).detach()
-
-        return hook
-
-    handles = [layers[layer_id].register_forward_hook(take(layer_id)) for layer_id in set(layer_ids)]
-    states = []
-    try:
-        with torch.inference_mode():
-            for number, prompt in enumerate(prompts):
-                if not len(prompt):
-                    raise ValueError(f"prompt {number} is empty")
-                ids = torch.as_tensor(prompt, dtype=torch.long, device=device).unsqueeze(0)
-                taken.clear()
-                model(input_ids=ids, use_cache=False)
-                states.append([taken[layer_id].reshape(len(prompt), -1).cpu() for layer_id in layer_ids])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return states
+    """Hidden states of `prompts`: per prompt one [tokens, hidden] tensor of `dtype` for each of `layer_ids`, as
+    `Reference.states` has them. Raises ValueError as that does, naming the prompt."""
+    reference = Reference(model_path, dtype=dtype, device=device)
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty")
+    return [reference.states(prompt, layer_ids) for prompt in prompts]
 
 
-def _load(model_path: Path | str, dtype: torch.dtype) -> Any:
+def _load(model_path: Path | str, dtype: torch.dtype, device: str, trust_remote_code: bool) -> Any:
     """The model in `dtype`. Loaded in it, not cast to it: a cast would round the rotary frequencies too."""
     import transformers
     from packaging.version import Version
 
     # The argument was renamed in 4.56.
     keyword = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
-    kwargs: dict[str, Any] = {keyword: dtype}
-    return transformers.AutoModelForCausalLM.from_pretrained(model_path, **kwargs)
+    kwargs: dict[str, Any] = {keyword: dtype, "trust_remote_code": trust_remote_code}
+    if device == "auto":
+        return transformers.AutoModelForCausalLM.from_pretrained(model_path, device_map="auto", **kwargs)
+    return transformers.AutoModelForCausalLM.from_pretrained(model_path, **kwargs).to(device)
 
 
-def _decoder_layers(model: Any) -> torch.nn.ModuleList:
-    """The text model's decoder layers, also inside a multi-modal model."""
+def _decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
+    """The text model and its decoder layers, also inside a multi-modal model."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     inner = getattr(model, "model", None)
     for owner in (decoder, inner, getattr(inner, "language_model", None)):
         layers = getattr(owner, "layers", None)
         if layers is not None:
-            return layers
+            return owner, layers
     raise ValueError(f"cannot find the decoder layers of {type(model).__name__}")
