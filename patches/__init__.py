@@ -6,14 +6,17 @@ Importing this package imports neither of them, nor torch.
 from __future__ import annotations
 
 from vllm_compat.patches import (
+    accelerator_calls,
     call_boundary,
     capture,
     devices,
     engine_configuration,
     hand_over,
+    input_order,
     kv_cache_planning,
     prefill_bookkeeping,
     preflight,
+    reply_by_request,
     reply_shape,
     request_construction,
     scheduler_construction,
@@ -21,11 +24,17 @@ from vllm_compat.patches import (
     two_phase_execution,
     workers,
 )
+from vllm_compat.patches._names import CONSUMER
 from vllm_compat.registry import Package, PatchSet
 
 SPECULATORS = PatchSet(
     name="speculators",
-    consumer=Package(module="speculators", distributions=("speculators",), supported=">=0.3.0,<0.4", proven=("0.3.0",)),
+    consumer=Package(
+        module="speculators",
+        distributions=("speculators",),
+        supported=CONSUMER,
+        proven=("0.3.0", "0.4.0", "0.4.0.1"),
+    ),
     runtimes=(
         Package(
             module="vllm",
@@ -39,6 +48,7 @@ SPECULATORS = PatchSet(
         Package(module="transformers", distributions=("transformers",), supported=">=4.56,<5"),
     ),
     patches=(
+        input_order.PATCH,
         call_boundary.PATCH,
         tokenizer.PATCH,
         engine_configuration.PATCH,
@@ -48,10 +58,12 @@ SPECULATORS = PatchSet(
         workers.PATCH,
         capture.PATCH,
         devices.PATCH,
+        accelerator_calls.PATCH,
         kv_cache_planning.PATCH,
         two_phase_execution.PATCH,
         hand_over.PATCH,
         reply_shape.PATCH,
+        reply_by_request.PATCH,
     ),
     known_bad=preflight.KNOWN_BAD,
     checks=preflight.CHECKS,

@@ -69,7 +69,7 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                     if self.scheduler.requests:  # left by a call that vllm_compat did not see
                         self.scheduler.abort_all()
                     results = original(self, prompts)
-                    _check_results(self, state.lengths, results)
+                    _check_results(self, [prompt[: model.max_model_len - 1] for prompt in prompts], results)
                 except BaseException as error:
                     state.broken = _clean_up(self, error)
                     if state.broken and isinstance(error, Exception):
@@ -134,17 +134,19 @@ def check_settings(layer_ids: Any, max_model_len: Any) -> None:
         )
 
 
-def _check_results(generator: Any, lengths: list[int], results: list[dict[str, Any]]) -> None:
-    """The consumer slices by prompt length; its slices must come out whole."""
+def _check_results(generator: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+    """The consumer slices by prompt length; its slices must come out whole, and in the order of the prompts."""
     layers = len(set(generator.layer_ids))
-    if len(results) != len(lengths):
-        raise RuntimeError(f"vllm_compat: {len(lengths)} prompts went in, {len(results)} results came out")
-    for index, (expected, result) in enumerate(zip(lengths, results, strict=True)):
+    if len(results) != len(prompts):
+        raise RuntimeError(f"vllm_compat: {len(prompts)} prompts went in, {len(results)} results came out")
+    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
         rows = [len(states) for states in result["hidden_states"]]
-        if rows != [expected] * layers:
+        if rows != [len(prompt)] * layers:
             raise RuntimeError(
-                f"vllm_compat: prompt {index}: expected {layers} layers of {expected} rows, got rows {rows}"
+                f"vllm_compat: prompt {index}: expected {layers} layers of {len(prompt)} rows, got rows {rows}"
             )
+        if result["input_ids"].tolist() != prompt:
+            raise RuntimeError(f"vllm_compat: result {index} is not that of prompt {index}: its input_ids differ")
 
 
 def stepwise_executor(original: type) -> type:
@@ -195,6 +197,7 @@ def recoverable_scheduler(original: type) -> type:
 PATCH = Patch(
     id="call-boundary",
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    after=("input-order",),
     targets=(
         Rebind(module=GENERATOR, name="MultiprocExecutor", make=stepwise_executor),
         Rebind(module=GENERATOR, name="Scheduler", make=recoverable_scheduler),

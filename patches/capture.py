@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_compat.errors import CompatError
 from vllm_compat.patches._generator import STATE, current_generator
-from vllm_compat.patches._names import CONSUMER, CONSUMER_EXTENSION, GENERATOR, OUR_EXTENSION, RESET, RETIRES
+from vllm_compat.patches._names import ANNOUNCE, CONSUMER, CONSUMER_EXTENSION, GENERATOR, OUR_EXTENSION, RESET, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
 
 NONFINITE = "VLLM_COMPAT_NONFINITE"
@@ -32,6 +32,8 @@ def capturing_executor(original: type) -> type:
         understands_descriptions = False
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method == ANNOUNCE:  # the workers' labels come from their own batch
+                return [None] * self.world_size
             if method == RESET:  # all requests of the call have been added, none is scheduled
                 kwargs["args"] = (self._call_description(),)
             return super().collective_rpc(method, *args, **kwargs)
@@ -45,7 +47,8 @@ def capturing_executor(original: type) -> type:
             self.call_number = next(_call_numbers)
             generator = current_generator()
             requests = generator.scheduler.requests.values()
-            lengths = [request.num_prompt_tokens for request in requests]
+            self.call_requests = [(request.request_id, request.num_prompt_tokens) for request in requests]
+            lengths = [count for _, count in self.call_requests]
             expected = getattr(generator, STATE).lengths
             if lengths != expected:  # the consumer's slices would not be ours
                 raise RuntimeError(
@@ -53,7 +56,7 @@ def capturing_executor(original: type) -> type:
                 )
             return {
                 "call": self.call_number,
-                "requests": [(request.request_id, request.num_prompt_tokens) for request in requests],
+                "requests": self.call_requests,
                 "describe": self.understands_descriptions,
                 "nonfinite": nonfinite_policy(),
             }

@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_compat.patches._generator import current_generator
-from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.patches._names import CONSUMER_03, GENERATOR, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
 
 DATA_CONFIG = "speculators.data_generation.config_generator"
+
+
+def least_worker_memory(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes of the worker that has least free (CPU: host memory divided among workers)."""
+    reports = current_generator().executor.collective_rpc("_vllm_compat_memory")
+    least = min(reports, key=lambda report: report["free"])
+    return least["free"], least["total"]
+
+
+def device_name(device: Any = None) -> str:
+    """From vLLM's platform, which asks NVML; ``torch`` would initialise CUDA to answer."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name(device or 0))
 
 
 def torch_without_parent_cuda(original: Any) -> Any:
@@ -17,11 +31,8 @@ def torch_without_parent_cuda(original: Any) -> Any:
     class WorkerMemory(wrapt.ObjectProxy):  # type: ignore[misc]
         """``torch.cuda`` whose memory calls never open CUDA in this process."""
 
-        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-            """Free and total bytes of the worker that has least free (CPU: host memory divided among workers)."""
-            reports = current_generator().executor.collective_rpc("_vllm_compat_memory")
-            least = min(reports, key=lambda report: report["free"])
-            return least["free"], least["total"]
+        mem_get_info = staticmethod(least_worker_memory)
+        get_device_name = staticmethod(device_name)
 
         def empty_cache(self) -> None:
             """The parent holds no device memory."""
@@ -31,12 +42,6 @@ def torch_without_parent_cuda(original: Any) -> Any:
 
             return bool(current_platform.is_cuda_alike())
 
-        def get_device_name(self, device: Any = None) -> str:
-            """From vLLM's platform, which asks NVML; ``torch.cuda`` would initialise CUDA to answer."""
-            from vllm.platforms import current_platform
-
-            return str(current_platform.get_device_name(device or 0))
-
     class Torch(wrapt.ObjectProxy):  # type: ignore[misc]
         cuda = WorkerMemory(original.cuda)
 
@@ -45,7 +50,7 @@ def torch_without_parent_cuda(original: Any) -> Any:
 
 PATCH = Patch(
     id="devices",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    ranges={"speculators": CONSUMER_03, "vllm": ">=0.11.0"},
     needs=("call-boundary", "capture"),
     targets=(
         Rebind(module=GENERATOR, name="torch", make=torch_without_parent_cuda),

@@ -18,13 +18,14 @@ def leave_specs_alone(original: Callable[..., None]) -> Callable[..., None]:
     return lambda kv_cache_spec: None
 
 
-def no_groups(original: Callable[..., Any]) -> Callable[..., None]:
-    return lambda kv_cache_spec: None
+def specs_for_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The planner groups the specs itself; the consumer only carries them from here to there."""
+    return lambda kv_cache_spec: kv_cache_spec
 
 
 def plan_with_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_kv_cache_config_from_groups(
-        vllm_config: Any, kv_cache_groups: None, kv_cache_specs: dict[str, Any], available_memory: int
+        vllm_config: Any, kv_cache_groups: dict[str, Any], available_memory: int, kv_cache_specs: Any = None
     ) -> Any:
         """The scheduler's ``KVCacheConfig``, with the workers' own ones attached for the executor.
 
@@ -35,7 +36,7 @@ def plan_with_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
         workers = vllm_config.parallel_config.world_size
         memory = min([available_memory, *current_generator().executor.kv_cache_limits()])
-        specs = [copy.deepcopy(kv_cache_specs) for _ in range(workers)]  # the planner may change them in place
+        specs = [copy.deepcopy(kv_cache_groups) for _ in range(workers)]  # the planner may change them in place
         worker_configs = get_kv_cache_configs(vllm_config, specs, [memory] * workers)
         scheduler_config = generate_scheduler_kv_cache_config(worker_configs)
         setattr(scheduler_config, WORKER_CONFIGS, worker_configs)
@@ -75,7 +76,7 @@ PATCH = Patch(
     needs=("call-boundary", "capture"),
     targets=(
         Rebind(module=GENERATOR, name="unify_hybrid_kv_cache_specs", make=leave_specs_alone),
-        Rebind(module=GENERATOR, name="_get_kv_cache_groups_uniform_spec", make=no_groups),
+        Rebind(module=GENERATOR, name="_get_kv_cache_groups_uniform_spec", make=specs_for_groups),
         Rebind(module=GENERATOR, name="get_kv_cache_config_from_groups", make=plan_with_vllm),
         Rebind(module=GENERATOR, name="MultiprocExecutor", make=planning_executor),
     ),

@@ -18,6 +18,10 @@ def whole_prompt_scheduler(original: type) -> type:
             Raises:
                 RuntimeError: a prompt cannot be scheduled (the consumer's loop would end without its rows).
             """
+            # The consumer of 0.3 finishes each request after its step; that of 0.4 after the last one, when their slots
+            # are long wanted by others.
+            whole = [request_id for request_id, request in self.requests.items() if self._is_whole(request)]
+            self.finish_requests(whole, self._aborted())
             step = super().schedule(*args, **kwargs)
             # Also where the step only took blocks back: a request gives up its own only when no other is left to give.
             if not step.total_num_scheduled_tokens:
@@ -32,6 +36,12 @@ def whole_prompt_scheduler(original: type) -> type:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             whole = [i for i in ids if i not in self.requests or self._is_whole(self.requests[i])]
             return super().finish_requests(whole, finished_status)
+
+        @staticmethod
+        def _aborted() -> Any:
+            from vllm.v1.request import RequestStatus
+
+            return RequestStatus.FINISHED_ABORTED
 
         @staticmethod
         def _is_whole(request: Any) -> bool:
@@ -71,7 +81,8 @@ PATCH = Patch(
     ),
     cause=(
         "speculators 0.3.0 aborts every request after its first step and drops the empty last step that carries the "
-        "finished ids; vLLM 0.11.1 turned chunked prefill on"
+        "finished ids; 0.4 keeps every request until the last step, so only max_num_seqs prompts are ever scheduled; "
+        "vLLM 0.11.1 turned chunked prefill on"
     ),
     does=(
         "Finishes a request when its whole prompt has been computed, delivers the empty step to the workers, and "

@@ -17,6 +17,16 @@ MIB, GIB = 2**20, 2**30
 
 KNOWN_BAD = (
     KnownBad(
+        ranges={"speculators": ">=0.5"},
+        symptom="speculators dropped VllmHiddenStatesGenerator in 0.5, so there is nothing left to patch",
+        advice="install speculators 0.3.0 or 0.4.0.1, or use what 0.5 has in its place",
+    ),
+    KnownBad(
+        ranges={"speculators": ">=0.4,<0.5", "vllm": "<0.12"},
+        symptom="speculators 0.4 imports what vLLM has from 0.12 on only",
+        advice="install vLLM 0.12 or newer, or speculators 0.3.0",
+    ),
+    KnownBad(
         ranges={"speculators": ">=0.3.0,<0.4", "transformers": ">=5"},
         symptom=(
             "speculators does not import (PydanticUndefinedAnnotation: name 'torch' is not defined; from transformers "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
+from vllm_compat.patches._names import CONSUMER_03, FETCH, GENERATOR, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
 
 
@@ -27,7 +27,7 @@ def list_reply_executor(original: type) -> type:
 
 PATCH = Patch(
     id="reply-shape",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
+    ranges={"speculators": CONSUMER_03, "vllm": ">=0.11.1"},
     after=("two-phase-execution", "hand-over"),
     targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=list_reply_executor),),
     shapes=(

@@ -19,7 +19,8 @@ def prefill_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(**kwargs: Any) -> Any:
         if "eos_token_id" not in accepted:
             kwargs.pop("eos_token_id", None)
-        request = original(**kwargs, block_hasher=_block_hasher())
+        # The consumer of 0.4 has one of its own, for the block size that it believes in.
+        request = original(**{**kwargs, "block_hasher": _block_hasher()})
         # Whatever is cached, every token of this prompt is to be computed: its row is the result.
         request.skip_reading_prefix_cache = True
         return request

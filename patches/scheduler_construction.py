@@ -17,7 +17,8 @@ def sized_scheduler(original: type) -> type:
             block_size = min(blocks, default=vllm_config.cache_config.block_size)
             block_size *= parallel.decode_context_parallel_size
             block_size *= getattr(parallel, "prefill_context_parallel_size", 1)
-            super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, block_size=block_size, **kwargs)
+            kwargs["block_size"] = block_size
+            super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **kwargs)
 
     return SizedScheduler
 

@@ -20,7 +20,11 @@ def two_phase_executor(original: type) -> type:
             output = super().execute_model(scheduler_output)
             if output is None:
                 grammar_output = current_generator().scheduler.get_grammar_bitmask(scheduler_output)
-                output = self.sample_tokens(grammar_output)
+                output = super().sample_tokens(grammar_output)
+            return output
+
+        def sample_tokens(self, output: Any) -> Any:
+            """The consumer of 0.4 calls this after each step, with that step's output: it has been sampled already."""
             return output
 
     return TwoPhaseExecutor

@@ -100,7 +100,7 @@ def diagnose(*, target: Path | None = None, options: Mapping[str, Any] | None = 
 def _of_set(
     patch_set: PatchSet, plan: Plan, target: Path | None, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Finding]]:
-    for finding in (*_known_bad(patch_set, plan), *_pins(plan, target)):
+    for finding in _pins(plan, target):
         yield "packages", finding
     given = {**{option.name: option.default for option in patch_set.options}, **options}
     versions = {each.module: each.version for each in plan.packages}
@@ -158,15 +158,6 @@ def _active(ways: Iterable[Route], target: Path | None) -> Finding:
         text="an unmodified script is not patched here",
         advice="start it with `vllm-compat run`, or `import vllm_compat` before the consumer",
     )
-
-
-def _known_bad(patch_set: PatchSet, plan: Plan) -> Iterator[Finding]:
-    releases = {each.module: Version(each.release) for each in plan.packages if each.release}
-    versions = {each.module: each.version for each in plan.packages}
-    for bad in patch_set.known_bad:
-        if all(module in releases and matches(releases[module], text) for module, text in bad.ranges.items()):
-            pair = " with ".join(f"{module} {versions[module]}" for module in bad.ranges)
-            yield Finding(status="problem", text=f"{pair}: {bad.symptom}", advice=bad.advice)
 
 
 def _pins(plan: Plan, target: Path | None) -> Iterator[Finding]:

@@ -38,7 +38,7 @@ def decide(
     sources = Sources(path)
     packages = tuple(_look(package, path, sources) for package in patch_set.packages)
     releases: Releases = {each.module: Version(each.release) if each.release else None for each in packages}
-    problems = [each.problem for each in packages if each.problem]
+    problems = [each.problem for each in packages if each.problem] + _known_bad(patch_set, packages, releases)
     warnings = [
         f"{each.module} {each.version} is newer than {package.newest}, the newest release known here; "
         "trying, because the shapes of its source are checked"
@@ -120,6 +120,17 @@ def _look(package: Package, path: Sequence[str] | None, sources: Sources) -> Fou
         status=status,
         problem=problem,
     )
+
+
+def _known_bad(patch_set: PatchSet, packages: Iterable[Found], releases: Releases) -> list[str]:
+    versions = {each.module: each.version for each in packages}
+    texts = []
+    for bad in patch_set.known_bad:
+        found = {module: releases[module] for module in bad.ranges}
+        if all(release is not None and matches(release, bad.ranges[module]) for module, release in found.items()):
+            pair = " with ".join(f"{module} {versions[module]}" for module in found)
+            texts.append(f"{pair}: {bad.symptom}; {bad.advice}")
+    return texts
 
 
 def _standing(package: Package, release: Version) -> str:

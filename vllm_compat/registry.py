@@ -99,7 +99,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBad:
-    """Releases that do not work together, whatever is patched. For `vllm-compat doctor`."""
+    """Releases that do not work (together), whatever is patched: a problem of the plan that says why."""
 
     ranges: Mapping[str, str]  # package module -> PEP 440 range; bad where every one matches
     symptom: str

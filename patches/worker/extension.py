@@ -74,13 +74,13 @@ class HiddenStatesWorkerExtension:
         return memory_report(self)
 
     def _vllm_compat_report(self) -> dict[str, Any]:
-        if hasattr(self, "_vllm_compat_capture"):
-            self._vllm_compat_capture.heard()
         """What this process really has, not what its parent believes.
 
         ``patches`` are the ids whose worker part answers on this very object; ``routes`` the ways by which vllm_compat
         came into this process, in order, and ``inherited`` those that a forked worker has from its parent.
         """
+        if hasattr(self, "_vllm_compat_capture"):
+            self._vllm_compat_capture.heard()
         pid = os.getpid()
         taken = finder().taken
         return {
