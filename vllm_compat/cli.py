@@ -1,7 +1,7 @@
-"""`vllm-compat`: the plan, the patches and the demo, for people and (`--json`) for machines.
+"""`vllm-compat`: the plan, the patches and the extraction, for people and (`--json`) for machines.
 
-Exit codes: 0 fine, 1 a problem, 2 wrong usage. Everything but the demo answers without importing consumer or
-runtime.
+Exit codes: 0 fine, 1 a problem, 2 wrong usage. Everything but the commands of `extraction` answers without importing
+consumer or runtime.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from vllm_compat.plan import plans
 from vllm_compat.registry import Patch, PatchSet, discover
 
 SCHEMA = 1
+_EXTRACTION = {  # commands that load torch; each is a module of `vllm_compat.extraction`
+    "demo": "extract from a tiny model, compare every row",
+    "verify": "compare a folder of hidden states with Hugging Face",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,11 +73,12 @@ def _parser(given: str) -> argparse.ArgumentParser:
     command.set_defaults(run=_run)
     command = commands.add_parser("sitecustomize-dir", help="the folder that does the same on PYTHONPATH")
     command.set_defaults(run=_sitecustomize_dir)
-    command = commands.add_parser("demo", help="extract from a tiny model, compare every row")
-    if given == "demo":
-        module = import_module("vllm_compat.extraction.demo")
-        module.add_arguments(command)
-        command.set_defaults(run=module.main)
+    for name, words in _EXTRACTION.items():
+        command = commands.add_parser(name, help=words)
+        if given == name:
+            module = import_module(f"vllm_compat.extraction.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
     return parser
 
 

@@ -1,0 +1,476 @@
+"""`verify` finds and names every fault that was planted, and passes what is right, prompts that repeat themselves too.
+
+The files hold what Hugging Face computes in float32, rounded to bfloat16; `verify` recomputes in bfloat16. So the
+values differ as those of another implementation do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_compat.extraction.reference import Reference
+from vllm_compat.extraction.tiny import make_model
+from vllm_compat.extraction.verify import Options, Refused, verify
+
+LAYERS, LAYER_IDS = 8, [2, 4, 5, 7]  # speculators' own choice for eight layers
+LENGTHS = (30, 24, 30, 41, 26)
+
+
+def _random(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Files 0 and 2 are equally long. From 5 on: one token over and over; two in turn; a prompt twice; a common beginning.
+PROMPTS = [
+    *(_random(length, seed) for seed, length in enumerate(LENGTHS)),
+    [77] * 40,
+    [5, 9] * 15,
+    _random(20, 90),
+    _random(20, 90),
+    [*_random(16, 90), *_random(9, 91)],
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The model is too small for more: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "llama", layers=LAYERS, dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def exact(model: Path) -> Reference:
+    return Reference(model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, exact: Reference, model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("clean")
+    for number, prompt in enumerate(PROMPTS):
+        _save(folder, number, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
+    _describe(folder, model, LAYER_IDS, len(PROMPTS))
+    return folder
+
+
+def _save(folder: Path, number: int, prompt: list[int], states: list[Any]) -> None:
+    ids = torch.tensor(prompt)
+    mask = torch.ones_like(ids)
+    torch.save({"input_ids": ids, "hidden_states": states, "loss_mask": mask}, folder / f"data_{number}.pt")
+
+
+def _describe(folder: Path, model: Path, layer_ids: list[int], samples: int) -> None:
+    """As much of speculators' data_config.json as anybody reads."""
+    config = {
+        "hidden_states": {"layer_ids": layer_ids},
+        "model": {"hidden_size": 64, "target_model_path": str(model)},
+        "data": {"num_samples": samples},
+        "reproducibility": {"package_versions": {"vllm": "0.16.0", "speculators": "0.3.0"}},
+    }
+    (folder / "data_config.json").write_text(json.dumps(config))
+
+
+FEW = 4
+
+
+@pytest.fixture
+def data(clean: Path, model: Path, tmp_path: Path) -> Path:
+    """A copy of the first files, to plant faults in."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(FEW):
+        shutil.copy(clean / f"data_{number}.pt", folder)
+    _describe(folder, model, LAYER_IDS, FEW)
+    return folder
+
+
+def _verify(model: Path, folder: Path, **options: Any) -> Any:
+    return verify(Options(model=str(model), folder=folder, **options))
+
+
+def _change(folder: Path, number: int, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / f"data_{number}.pt"
+    sample = torch.load(path, weights_only=True)
+    change(sample)
+    torch.save(sample, path)
+
+
+def _every_layer(change: Callable[[Any], Any], *layers: int) -> Callable[[dict[str, Any]], None]:
+    """Change the states of the `layers` given by their place; of all if none is."""
+
+    def apply(sample: dict[str, Any]) -> None:
+        for place in layers or range(len(LAYER_IDS)):
+            sample["hidden_states"][place] = change(sample["hidden_states"][place]).contiguous()
+
+    return apply
+
+
+def test_clean_data_pass(model: Path, clean: Path) -> None:
+    verdict = _verify(model, clean)
+    assert verdict.ok, verdict.as_text()
+    assert list(verdict.recomputed) == [f"data_{number}.pt" for number in range(len(PROMPTS))]
+    assert verdict.report.rows == sum(map(len, PROMPTS))
+    assert [layer.layer_id for layer in verdict.report.layers] == LAYER_IDS
+    for layer in verdict.report.layers:
+        assert layer.rows == verdict.report.rows
+        assert 0 < layer.max_relative_error < layer.tolerance
+    text = verdict.as_text()
+    assert text.splitlines()[-1] == "OK: every row belongs to its prompt, its position and its layer."
+    assert "vllm 0.16.0" in text
+    assert "2 files hold prompts that others hold too" in text
+
+
+def test_rows_that_are_equal_by_right_are_no_fault(model: Path, tmp_path: Path, exact: Reference) -> None:
+    """A prompt of one token over and over: every row is the first one's twin, and nothing could tell them apart."""
+    prompt = [77] * 200
+    _save(tmp_path, 0, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
+    verdict = _verify(model, tmp_path)
+    assert verdict.ok, verdict.as_text()
+    assert all(layer.undecided > 20 for layer in verdict.report.layers)
+    assert any("cannot be told from others" in note for note in verdict.notes)
+
+
+def _roll(rows: Any) -> Any:
+    return rows.roll(1, dims=0)
+
+
+def _late_shift(rows: Any) -> Any:
+    return torch.cat([rows[:12], rows[11:-1]])
+
+
+def _swap(rows: Any) -> Any:
+    return rows[[0, 1, 2, 3, 4, 6, 5, *range(7, len(rows))]]
+
+
+def _mix(rows: Any) -> Any:
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))]
+
+
+def _nan(rows: Any) -> Any:
+    rows[7, 3] = torch.nan
+    return rows
+
+
+def _zero(rows: Any) -> Any:
+    rows[9:] = 0
+    return rows
+
+
+PLANTED = {
+    "shifted": (_every_layer(_roll), "shifted-rows", LAYER_IDS, "rows look shifted by +1"),
+    "shifted back in one layer": (
+        _every_layer(lambda rows: rows.roll(-2, dims=0), 1),
+        "shifted-rows",
+        [4],
+        "rows look shifted by -2",
+    ),
+    "shifted from a row on": (_every_layer(_late_shift), "shifted-rows", LAYER_IDS, "row 12 holds row 11's states"),
+    "swapped": (_every_layer(_swap), "swapped-rows", LAYER_IDS, "row 5 holds row 6's states"),
+    "swapped in one layer": (_every_layer(_swap, 3), "swapped-rows", [7], "rows look swapped in pairs"),
+    "in another order": (_every_layer(_mix), "misplaced-rows", LAYER_IDS, "rows look out of order"),
+    "not finite": (_every_layer(_nan, 2), "not-finite", [5], "layer 5: holds values that are not finite"),
+    "never written": (_every_layer(_zero, 0), "zero-rows", [2], "(21 rows, for example row 9)"),
+    "multiplied": (_every_layer(lambda rows: rows * 1.5), "scaled", LAYER_IDS, "by 1.5"),
+    "imprecise": (
+        _every_layer(
+            lambda rows: (
+                rows + rows.std() * 0.2 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+            )
+        ),
+        "inexact",
+        LAYER_IDS,
+        "is allowed",
+    ),
+    "one row of another layer": (
+        lambda sample: sample["hidden_states"][1].__setitem__(4, sample["hidden_states"][0][4]),
+        "wrong-layer",
+        [4],
+        "looks like layer 2 (1 row, for example row 4)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found_and_named(name: str, model: Path, data: Path) -> None:
+    plant, kind, layer_ids, said = PLANTED[name]
+    _change(data, 0, plant)
+    verdict = _verify(model, data)
+    assert not verdict.ok
+    (group,) = verdict.faults.groups
+    assert (group.fault.kind, list(group.fault.layer_ids)) == (kind, layer_ids), group.text
+    assert group.files == ["data_0.pt"]
+    assert said in group.text
+    assert f"FAULT {kind}: data_0.pt: layer" in verdict.as_text()
+    assert verdict.as_text().splitlines()[-1].startswith("FAILED: 1 kind(s) of faults")
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([2, 3, 5, 7], {"data_0.pt: layer 4: looks like layer 3"}),
+        ([2, 5, 4, 7], {"data_0.pt: layer 4: looks like layer 5", "data_0.pt: layer 5: looks like layer 4"}),
+        ([2, 4, 5, 0], {"data_0.pt: layer 7: looks like layer 0"}),
+        ([-1, 4, 5, 7], {"data_0.pt: layer 2: looks like the embeddings"}),
+        ([1, 3, 4, 6], {"data_0.pt: layers 2, 4, 5, 7: each looks like the layer -1 from it: numbered otherwise"}),
+    ],
+)
+def test_states_of_another_layer(held: list[int], said: set[str], model: Path, data: Path, exact: Reference) -> None:
+    _save(data, 0, PROMPTS[0], [states.bfloat16() for states in exact.states(PROMPTS[0], held)])
+    verdict = _verify(model, data)
+    groups = verdict.faults.groups
+    assert {group.fault.kind for group in groups} == {"wrong-layer"}
+    assert len(groups) == len(said)
+    for text in said:
+        assert any(text in group.text for group in groups), verdict.as_text()
+
+
+def test_the_last_layer_after_the_final_norm(model: Path, data: Path, exact: Reference) -> None:
+    """In all files, as code that takes `output_hidden_states` would have written them."""
+    for number, prompt in enumerate(PROMPTS[:FEW]):
+        states = exact.states(prompt, LAYER_IDS)
+        _save(data, number, prompt, [states.bfloat16() for states in (*states[:-1], exact.normed(states[-1]))])
+    verdict = _verify(model, data)
+    (group,) = verdict.faults.groups
+    assert (group.fault.kind, group.fault.layer_ids, group.count) == ("normed", (7,), FEW)
+    assert "data_0.pt and 3 other files: layer 7: looks normed: the model's final norm was applied" in group.text
+
+
+@pytest.mark.parametrize("files", [16, 1])
+def test_rows_of_another_prompt(files: int, model: Path, data: Path) -> None:
+    """Also where the other prompt's file is not among those that were chosen."""
+    other = torch.load(data / "data_2.pt", weights_only=True)["hidden_states"]
+    _change(data, 0, lambda sample: sample.update(hidden_states=other))
+    if files == 1:  # make sure that it is the one that is chosen
+        seed = next(seed for seed in range(99) if _chosen(seed, FEW) == 0)
+    else:
+        seed = 0
+    verdict = _verify(model, data, files=files, seed=seed)
+    (group,) = verdict.faults.groups
+    assert (group.fault.kind, list(group.fault.layer_ids), group.files) == ("other-prompt", LAYER_IDS, ["data_0.pt"])
+    assert "of data_2.pt" in group.text
+
+
+def _chosen(seed: int, files: int) -> int:
+    import random
+
+    return random.Random(seed).sample(range(files), 1)[0]
+
+
+def test_some_rows_of_another_prompt(model: Path, data: Path) -> None:
+    other = torch.load(data / "data_3.pt", weights_only=True)["hidden_states"]
+    _change(
+        data,
+        0,
+        lambda sample: [
+            each[20:].copy_(from_[5:15]) for each, from_ in zip(sample["hidden_states"], other, strict=True)
+        ],
+    )
+    (group,) = _verify(model, data).faults.groups
+    assert (group.fault.kind, group.fault.rows) == ("other-prompt", 10)
+    assert "of data_3.pt" in group.text
+
+
+def test_states_of_another_model(model: Path, data: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", layers=LAYERS, dtype="bfloat16", seed=1)
+    verdict = _verify(other, data)
+    assert {group.fault.kind for group in verdict.faults.groups} >= {"other-model", "unexplained"}
+    assert "no layer of any file fits" in verdict.as_text()
+
+
+def _truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flip(path: Path) -> None:
+    """One bit in the middle of a tensor, so that torch reads it without a word."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda each: each.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 200 + largest.file_size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _pickle(path: Path) -> None:
+    import pickle
+
+    path.write_bytes(pickle.dumps({"input_ids": [1]}))
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('unpickled')",))
+
+
+def _evil(path: Path) -> None:
+    torch.save({"input_ids": _Evil(), "hidden_states": [], "loss_mask": None}, path)
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind", "said"),
+    [
+        (_truncate, "truncated-file", "is cut short or was never finished"),
+        (_empty, "truncated-file", "0 bytes"),
+        (_flip, "damaged-file", "has other bytes than were written (CRC-32 of data_0/data/"),
+        (_pickle, "truncated-file", "the end is missing"),
+        (_evil, "damaged-file", "cannot be read as a file of tensors"),
+        (Path.unlink, "missing-file", "data_0.pt: is missing"),
+    ],
+)
+def test_files_that_are_not_whole(plant: Callable[[Path], None], kind: str, said: str, model: Path, data: Path) -> None:
+    plant(data / "data_0.pt")
+    verdict = _verify(model, data)
+    groups = [group for group in verdict.faults.groups if group.fault.kind == kind]
+    assert len(groups) == 1, verdict.as_text()
+    assert said in groups[0].text
+    assert groups[0].files == ["data_0.pt"]
+    assert "data_1.pt" in verdict.recomputed, "the others are judged all the same"
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (_every_layer(lambda rows: rows.float()), "wrong-dtype", "is torch.float32, most files are torch.bfloat16"),
+        (_every_layer(lambda rows: rows.half(), 1), "wrong-dtype", "layers are torch.bfloat16, torch.float16"),
+        (_every_layer(lambda rows: rows.double()), "wrong-dtype", "layers are torch.float64"),
+        (_every_layer(lambda rows: rows[:-1], 1), "wrong-format", "tensor 1: 29 rows, 30 tokens"),
+        (_every_layer(lambda rows: rows[:, :-1]), "wrong-format", "a row must have 64 values (tensor 0: 63)"),
+        (lambda sample: sample["hidden_states"].pop(), "wrong-format", "must hold 4 layers (it holds 3)"),
+        (lambda sample: sample.pop("loss_mask"), "wrong-format", "must hold input_ids, hidden_states, loss_mask"),
+        (lambda sample: sample.update(loss_mask=sample["loss_mask"][:-1]), "wrong-format", "29 and 30"),
+        (lambda sample: sample.update(input_ids=sample["input_ids"].float()), "wrong-format", "torch.float32 [30]"),
+        (lambda sample: sample["input_ids"].__setitem__(4, 512), "token-id", "row 4: 512"),
+    ],
+)
+def test_files_of_another_form(change: Any, kind: str, said: str, model: Path, data: Path) -> None:
+    _change(data, 0, change)
+    (group,) = _verify(model, data).faults.groups
+    assert (group.fault.kind, group.files) == (kind, ["data_0.pt"])
+    assert said in group.text
+
+
+def test_a_conversion_of_all_files_is_found(model: Path, data: Path) -> None:
+    for number in range(FEW):
+        _change(data, number, _every_layer(lambda rows: rows.float()))
+    verdict = _verify(model, data)
+    (group,) = verdict.faults.groups
+    assert (group.fault.kind, group.count) == ("wrong-dtype", FEW)
+    assert "values have bfloat16's precision, stored as float32" in group.text
+    assert "the model's weights are torch.bfloat16, the states torch.float32" in verdict.as_text()
+
+
+def test_holes_strays_and_files_of_several_runs(model: Path, data: Path) -> None:
+    (data / "data_1.pt").unlink()
+    (data / "data_3.pt").unlink()
+    (data / "old").mkdir()
+    shutil.copy(data / "data_0.pt", data / "old" / "data_0.pt")
+    torch.save({}, data / "token_freq.pt")
+    groups = {group.fault.kind: group for group in _verify(model, data, files=1).faults.groups}
+    assert groups.keys() == {"missing-file", "unexpected-file"}
+    assert groups["missing-file"].files == ["data_1.pt", "data_3.pt"]  # a hole, and the end that the config promises
+    assert sorted(groups["unexpected-file"].files) == ["old/data_0.pt", "token_freq.pt"]
+    _describe(data, model, LAYER_IDS, 1)
+    assert any("files of several runs" in note for note in _verify(model, data, files=1).notes)
+
+
+def test_the_choice_is_told_and_repeatable(model: Path, clean: Path) -> None:
+    one, again = (_verify(model, clean, files=3, seed=5) for _ in range(2))
+    assert list(one.recomputed) == list(again.recomputed)
+    assert len(one.recomputed) == 3
+    assert any(list(_verify(model, clean, files=3, seed=seed).recomputed) != list(one.recomputed) for seed in (6, 7))
+    text = one.as_text()
+    assert "10 opened, 3 read whole, 3 recomputed with Hugging Face (seed 5: " in text
+    assert "fewer than 63.2% of the files are wrong, with 95 % certainty" in text  # 0.368 ** 3 = 0.05
+    everything = _verify(model, clean, files=3, all=True, read_all=True)
+    assert (len(everything.recomputed), everything.whole, everything.may_be_wrong) == (10, 10, 0)
+
+
+def test_read_all_finds_damage_in_a_file_that_is_not_recomputed(model: Path, data: Path) -> None:
+    chosen = _verify(model, data, files=1).recomputed
+    (other,) = [f"data_{number}.pt" for number in (0, 1) if f"data_{number}.pt" not in chosen][:1]
+    _flip(data / other)
+    assert _verify(model, data, files=1).ok
+    (group,) = _verify(model, data, files=1, read_all=True).faults.groups
+    assert (group.fault.kind, group.files) == ("damaged-file", [other])
+
+
+def test_layers_without_a_description(model: Path, data: Path, exact: Reference) -> None:
+    (data / "data_config.json").unlink()
+    verdict = _verify(model, data, files=1)
+    assert verdict.ok
+    assert "speculators' own choice for 8 layers" in verdict.as_text()
+    assert "there is no data_config.json" in verdict.as_text()
+    for number in range(FEW):
+        _change(data, number, lambda sample: sample["hidden_states"].pop(0))
+    with pytest.raises(Refused, match="give --layer-ids"):
+        _verify(model, data)
+    assert _verify(model, data, files=1, layer_ids=(4, 5, 7)).ok
+    assert not _verify(model, data, files=1, layer_ids=(3, 5, 7)).ok
+
+
+def test_layer_ids_in_any_order_mean_the_models_order(model: Path, data: Path) -> None:
+    _describe(data, model, [7, 2, 5, 4, 2], FEW)
+    assert _verify(model, data, files=1).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"files": 0}, "files is 0"),
+        ({"layer_ids": (4, 2)}, "must ascend"),
+        ({"layer_ids": (2, 4, 5, 8)}, "layer 8 .from --layer-ids. is not one of the layers 0 to 7"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(options: dict[str, Any], said: str, model: Path, clean: Path) -> None:
+    with pytest.raises(Refused, match=said):
+        _verify(model, clean, **options)
+
+
+def test_folders_and_models_that_are_none(model: Path, clean: Path, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="is no folder"):
+        _verify(model, tmp_path / "nowhere")
+    with pytest.raises(Refused, match=r"has no data_N\.pt"):
+        _verify(model, tmp_path)
+    with pytest.raises(Refused, match="transformers cannot read a model from"):
+        _verify(tmp_path, clean)
+
+
+def test_the_command(model: Path, data: Path) -> None:
+    """In a process of its own: exit codes, and stdout for the verdict alone."""
+    _change(data, 0, _every_layer(_roll))
+    (data / "data_2.pt").unlink()
+
+    def run(*args: str) -> Any:
+        command = [sys.executable, "-m", "vllm_compat", "verify", *args]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    done = run(str(model), str(data), "--json")
+    assert done.returncode == 1, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["schema"], answer["ok"], answer["layer_ids"]) == (1, False, LAYER_IDS)
+    assert [(fault["kind"], fault["files"]) for fault in answer["faults"]] == [
+        ("missing-file", ["data_2.pt"]),
+        ("shifted-rows", ["data_0.pt"]),
+    ]
+    assert answer["files"]["recomputed"] == ["data_0.pt", "data_1.pt", "data_3.pt"]
+    assert run(str(model), str(data / "nowhere")).returncode == 2
