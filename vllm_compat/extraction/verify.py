@@ -27,7 +27,7 @@ from importlib import metadata
 from pathlib import Path
 
 from vllm_compat.extraction.faults import Fault
-from vllm_compat.extraction.folder import Folder, describe, look
+from vllm_compat.extraction.inventory import Folder, describe, look
 from vllm_compat.extraction.judge import Judge, check_whole
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.samples import Unfit, read_sample
