@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from .contract import Contract, Release, newer_on_the_index, refresh
+from .targets import RUNTIME
 from .wheels import Unread
 
 SOURCES = "VLLM_COMPAT_SOURCES"
@@ -26,25 +27,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     cache = Path(os.environ.get(SOURCES) or config.cache.mkdir("sources"))
-    if config.getoption("refresh"):
+    # Without defaults, a run that finds this folder only while collecting would not know the options.
+    if config.getoption("refresh", False):
         print("\n".join(refresh(cache) or ["nothing changed"]))
-    extra = list(config.getoption("wheel"))
-    if config.getoption("newer"):
+    extra = list(config.getoption("wheel", []))
+    if config.getoption("newer", False):
         extra += [wheel for _, wheel in newer_on_the_index()]
-    config.stash[contract_key] = Contract(cache, extra, config.getoption("release"))
+    config.stash[contract_key] = Contract(cache, extra, config.getoption("release", []))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each release, or for each name in it that patches build on."""
-    if "release" not in metafunc.fixturenames:
-        return
+    """One test for each release of the runtime, or for each name in any release that patches build on."""
     releases = metafunc.config.stash[contract_key].releases
     if "name" in metafunc.fixturenames:
         cases = [(release, name) for release in releases for name in release.names]
         ids = [f"{release.package}-{release.version}-{'.'.join(name)}" for release, name in cases]
         metafunc.parametrize(("release", "name"), cases, ids=ids, indirect=["release"])
-    else:
-        metafunc.parametrize("release", releases, ids=[f"{r.package}-{r.version}" for r in releases], indirect=True)
+    elif "runtime" in metafunc.fixturenames:
+        runtimes = [release for release in releases if release.package == RUNTIME]
+        metafunc.parametrize("release", runtimes, ids=lambda each: f"{each.package}-{each.version}", indirect=True)
 
 
 @pytest.fixture(scope="session")
@@ -62,4 +63,9 @@ def release(request: pytest.FixtureRequest, contract: Contract) -> Release:
         pytest.fail(str(release.error), pytrace=False)
     if release.error is not None:
         raise release.error
+    return release
+
+
+@pytest.fixture
+def runtime(release: Release) -> Release:
     return release

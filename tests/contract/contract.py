@@ -16,7 +16,7 @@ from vllm_compat.registry import Shape
 from vllm_compat.shapes import check
 from vllm_compat.versions import matches, release_of
 
-from .targets import CONSUMER, RUNTIME, Name, consumer_names, definition, difference, fingerprint, runtime_names
+from .targets import CONSUMER, RUNTIME, Name, consumer_names, definition, difference, fingerprint, upstream_names
 from .wheels import Wheel, index_files
 
 try:
@@ -42,7 +42,7 @@ def committed() -> dict[str, Entries]:
 
 @dataclass
 class Release:
-    """One release of the consumer or of the runtime, and what its wheel says (`read`)."""
+    """One release of a package, and what its wheel says (`read`)."""
 
     package: str
     version: Version
@@ -76,12 +76,13 @@ class Contract:
             package: {
                 Version(release): Wheel(entry["wheel"], cache)
                 for release, entry in entries.items()
-                if package == CONSUMER or not only or release in only
+                if package != RUNTIME or not only or release in only
             }
             for package, entries in listed().items()
         }
-        self.releases = [self._release(CONSUMER, *each) for each in self.listed[CONSUMER].items()]
-        self.releases += [self._release(RUNTIME, *each) for each in self.listed[RUNTIME].items()]
+        self.releases = [
+            self._release(package, *each) for package, wheels in self.listed.items() for each in wheels.items()
+        ]
         for where in extra:
             wheel = Wheel(where, cache)
             self.releases.append(self._release(RUNTIME, release_of(str(wheel.version)), wheel))
@@ -92,7 +93,7 @@ class Contract:
             names = consumer_names(patches)
         else:
             bindings = {name: list(entries.values()) for name, entries in self.fingerprints.get(CONSUMER, {}).items()}
-            names = runtime_names(patches, bindings)
+            names = upstream_names(package, patches, bindings)
         return Release(package, version, wheel, names)
 
     def read(self, releases: Iterable[Release]) -> None:
@@ -157,7 +158,7 @@ def refresh(cache: Path) -> list[str]:
         said.append(f"new release: {release} ({wheel})")
     before = committed()
     after: dict[str, Entries] = {}
-    for package in (CONSUMER, RUNTIME):  # what is named in the runtime follows from the consumer's imports
+    for package in listed():  # the consumer first: what is named in the runtime follows from its imports
         contract = Contract(cache)
         releases = [each for each in contract.releases if each.package == package]
         contract.read(releases)

@@ -30,19 +30,19 @@ def consumer_names(patches: Iterable[Patch]) -> dict[Name, list[tuple[str, Shape
     return found
 
 
-def runtime_names(
-    patches: Iterable[Patch], bindings: Mapping[str, Sequence[str]]
+def upstream_names(
+    package: str, patches: Iterable[Patch], bindings: Mapping[str, Sequence[str]]
 ) -> dict[Name, list[tuple[str, Shape | None]]]:
-    """What patches name in the runtime: their shapes, and what the consumer's bindings are bound to upstream.
+    """What patches name in another package: their shapes, and of vLLM what the consumer's bindings are bound to.
 
     `bindings`: the fingerprints of the consumer's names ("module.name"), which say where an import comes from.
     """
-    found = _shapes(patches, RUNTIME)
+    found = _shapes(patches, package)
     for patch in patches:
         for target in patch.targets:
             for text in bindings.get(str(target), ()) if isinstance(target, Rebind) else ():
                 origin, _, name = text.removeprefix("from ").partition(" import ")
-                if name and origin.partition(".")[0] == RUNTIME:
+                if name and origin.partition(".")[0] == package == RUNTIME:
                     found.setdefault((origin, name), []).append((patch.id, None))
     return found
 

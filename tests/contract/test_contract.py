@@ -18,10 +18,7 @@ from vllm_compat.registry import load
 from vllm_compat.switches import Switches
 
 from .contract import Contract, Release
-from .targets import CONSUMER, RUNTIME, Name
-
-# Beside which a release may have been installed: from the oldest that any wants to the newest there is.
-TRANSFORMERS = ("4.57.6", "5.5.4", "5.10.4", "5.16.1", "5.20.0", "5.24.0")
+from .targets import CONSUMER, Name
 
 
 def test_target(contract: Contract, release: Release, name: Name) -> None:
@@ -30,36 +27,37 @@ def test_target(contract: Contract, release: Release, name: Name) -> None:
         pytest.fail("\n".join(filter(None, said)), pytrace=False)
 
 
-def test_plan(contract: Contract, release: Release, tmp_path: Path) -> None:
-    """Every listed release is one that the patches say they are for, beside every transformers that it admits.
+def test_plan(contract: Contract, runtime: Release, tmp_path: Path) -> None:
+    """Every listed release is one that the patches say they are for, beside the transformers that it admits.
 
     Shapes are left to `test_target`, so that one change is one red test.
     """
-    if release.package == CONSUMER:
-        runtimes = [each for each in contract.releases if each.package == RUNTIME and each.error is None]
-        assert runtimes, "no release of the runtime could be read"
-        pairs = [(release, runtimes[-1])]
-    else:
-        pairs = [(each, release) for each in contract.releases if each.package == CONSUMER]
-    for consumer, runtime in pairs:
-        wants = _requirements(runtime)
-        admitted = [each for each in TRANSFORMERS if wants["transformers"].specifier.contains(each)]
-        assert admitted, f"{runtime.wheel.where} wants {wants['transformers']}: none of {', '.join(TRANSFORMERS)}"
-        (torch,) = wants["torch"].specifier
-        for transformers in admitted:
-            folder = tmp_path / f"{consumer.version} {transformers}"
-            for wheel in (consumer.wheel, runtime.wheel):
-                for source in (*wheel.folder.glob("[a-z]*"),):
+    wants = _requirements(runtime)
+    (torch,) = wants["torch"].specifier
+    admitted = [
+        each for each in _of(contract, "transformers") if wants["transformers"].specifier.contains(each.version)
+    ]
+    assert admitted, f"{runtime.wheel.where} wants {wants['transformers']}: releases.toml has none of these"
+    for consumer in _of(contract, CONSUMER):
+        for transformers in {admitted[0].version: admitted[0], admitted[-1].version: admitted[-1]}.values():
+            folder = tmp_path / f"{consumer.version} {transformers.version}"
+            (info := folder / "torch.dist-info").mkdir(parents=True)
+            (info / "METADATA").write_text(f"Name: torch\nVersion: {torch.version}\n")
+            for wheel in (consumer.wheel, runtime.wheel, transformers.wheel):
+                for source in wheel.folder.iterdir():
                     if source.is_dir():
-                        folder.mkdir(exist_ok=True)
                         (folder / source.name).symlink_to(source)
-            for name, version in (("torch", torch.version), ("transformers", transformers)):
-                info = folder / f"{name}-{version}.dist-info"
-                info.mkdir()
-                (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
             plan = decide(load(CONSUMER), target=folder, switches=Switches())
             said = [each.problem for each in plan.packages if each.problem] + list(plan.warnings)
-            assert not said, f"{plan.headline()}, transformers {transformers}: {'; '.join(said)}"
+            assert not said, f"{plan.headline()}, transformers {transformers.version}: {'; '.join(said)}"
+
+
+def _of(contract: Contract, package: str) -> list[Release]:
+    found = [release for release in contract.releases if release.package == package]
+    for release in found:
+        if release.error is not None:
+            raise release.error
+    return found
 
 
 def _requirements(release: Release) -> dict[str, Requirement]:

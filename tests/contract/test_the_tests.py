@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from .contract import Contract
+from .targets import RUNTIME
 
 CHANGED, BEFORE = "0.16.0", "0.15.1"
 
@@ -33,7 +34,7 @@ def cache(contract: Contract, tmp_path: Path) -> Path:
     for release in contract.releases:
         if release.error is not None:
             raise release.error
-        if release.package == "speculators" or str(release.version) in (CHANGED, BEFORE):
+        if release.package != RUNTIME or str(release.version) in (CHANGED, BEFORE):
             shutil.copytree(release.wheel.folder, tmp_path / release.wheel.folder.name)
     return tmp_path
 
