@@ -18,8 +18,15 @@ def demo(*args: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_defaults_as_json(tmp_path: Path) -> None:
-    done = demo("--json", "--output-dir", str(tmp_path / "out"))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """The demo with its defaults, and the folder that it has filled."""
+    folder = tmp_path_factory.mktemp("demo") / "out"
+    return demo("--json", "--output-dir", str(folder)), folder
+
+
+def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = made
     assert done.returncode == 0, done.stderr[-4000:]
     verdict = json.loads(done.stdout)  # all of stdout: no log line of vLLM's, gloo's or the consumer's
     assert verdict["ok"] is True
@@ -38,11 +45,36 @@ def test_defaults_as_json(tmp_path: Path) -> None:
         assert layer["min_cosine"] > 0.99
         assert 0 < layer["max_relative_error"] < layer["tolerance"]
 
-    out = tmp_path / "out" / "training_data"
+    out = folder / "training_data"
     assert {path.name for path in out.iterdir()} == {f"data_{n}.pt" for n in range(12)} | {"data_config.json"}
     config = json.loads((out / "data_config.json").read_text())
     assert config["hidden_states"]["layer_ids"] == [2, 4, 5, 7]
     assert config["data"]["num_samples"] == 12
+
+
+def test_verify_judges_what_vllm_wrote(made: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path) -> None:
+    """Files of the consumer on real vLLM, without a manifest; then a fault in one of them."""
+    import torch
+
+    from vllm_compat.extraction.verify import Options, verify
+
+    folder = made[1]
+    verdict = verify(Options(model=str(folder / "model"), folder=folder / "training_data", files=3))
+    assert verdict.ok, verdict.as_text()
+    assert (verdict.files, len(verdict.recomputed)) == (12, 3)
+    assert verdict.layers_from == "the folder"
+    assert verdict.made_with["speculators"] == "0.3.0"
+    assert verdict.report.margin > 0.2
+    for layer in verdict.report.layers:
+        assert layer.rows == verdict.report.rows
+        assert 0 < layer.max_relative_error < layer.tolerance
+
+    sample = torch.load(folder / "training_data" / "data_0.pt", weights_only=True)
+    sample["hidden_states"] = [states.roll(1, dims=0) for states in sample["hidden_states"]]
+    torch.save(sample, tmp_path / "data_0.pt")
+    verdict = verify(Options(model=str(folder / "model"), folder=tmp_path))
+    assert [group.fault.kind for group in verdict.faults.groups] == ["shifted-rows"], verdict.as_text()
+    assert "rows look shifted by +1" in verdict.as_text()
 
 
 def test_tensor_parallel_as_text() -> None:

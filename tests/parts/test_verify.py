@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_compat.extraction.manifest import JOURNAL, FileRecord, Journal, Manifest, read_records, write_manifest
 from vllm_compat.extraction.reference import Reference
+from vllm_compat.extraction.store import sha256_of
 from vllm_compat.extraction.tiny import make_model
 from vllm_compat.extraction.verify import Options, Refused, verify
 
@@ -391,6 +393,89 @@ def test_holes_strays_and_files_of_several_runs(model: Path, data: Path) -> None
     assert sorted(groups["unexpected-file"].files) == ["old/data_0.pt", "token_freq.pt"]
     _describe(data, model, LAYER_IDS, 1)
     assert any("files of several runs" in note for note in _verify(model, data, files=1).notes)
+
+
+@pytest.fixture
+def extracted(data: Path) -> Path:
+    """The same files as `vllm-compat extract` leaves them."""
+    journal = Journal(data)
+    for number in range(FEW):
+        path = data / f"data_{number}.pt"
+        size, digest = path.stat().st_size, sha256_of(path)
+        tokens = len(PROMPTS[number])
+        journal.add([FileRecord(file=path.name, sample=number, batch=0, tokens=tokens, bytes=size, sha256=digest)])
+    manifest = Manifest(
+        request={"start_idx": 0, "num_samples": FEW},
+        states={"layer_ids": LAYER_IDS, "hidden_size": 64, "dtype": "torch.bfloat16"},
+        versions={"vllm_compat": "0.1.0", "vllm": "0.17.0"},
+        files=journal.finish(),
+    )
+    write_manifest(data, manifest)
+    return data
+
+
+def test_a_folder_with_a_manifest_passes(model: Path, extracted: Path) -> None:
+    verdict = _verify(model, extracted)
+    assert verdict.ok, verdict.as_text()
+    assert "by vllm-compat extract (vllm_compat 0.1.0, vllm 0.17.0)" in verdict.as_text()
+    assert verdict.as_dict()["folder"]["manifest"] is True
+
+
+def _other_bytes(folder: Path) -> None:
+    """A sound file that is not the one that was written: its own checksums fit."""
+    _change(folder, 0, lambda sample: sample["loss_mask"].__setitem__(0, 0))
+    assert (folder / "data_0.pt").stat().st_size == read_records(folder)["data_0.pt"].bytes
+
+
+def _lost_line(folder: Path) -> None:
+    lines = (folder / JOURNAL).read_text().splitlines(keepends=True)
+    (folder / JOURNAL).write_text("".join(lines[1:]))
+
+
+def _edit(folder: Path, **fields: Any) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("plant", "faults"),
+    [
+        (_other_bytes, {"changed-file": "data_0.pt: is not as it was written (SHA-256)"}),
+        (lambda folder: _truncate(folder / "data_0.pt"), {"changed-file": "were written", "truncated-file": "data_0"}),
+        (lambda folder: (folder / "data_0.pt").unlink(), {"missing-file": "data_0.pt: is missing"}),
+        (
+            lambda folder: shutil.copy(folder / "data_0.pt", folder / "data_7.pt"),
+            {"unexpected-file": "data_7.pt: is not of this extraction"},
+        ),
+        (_lost_line, {"manifest": "is not the one that manifest.json", "unexpected-file": "is not in manifest.files"}),
+        (lambda folder: _edit(folder, files=None), {"incomplete": "run the same `vllm-compat extract` again"}),
+        (lambda folder: _edit(folder, request={}), {"manifest": "is not what vllm-compat extract writes"}),
+        (lambda folder: _edit(folder, schema=2), {"manifest": "has schema 2, this vllm_compat reads 1"}),
+        (
+            lambda folder: _edit(folder, states={"layer_ids": [1, 4, 5, 7]}),
+            {"config": "name different layers", "wrong-layer": "layer 1: looks like layer 2"},
+        ),
+        (lambda folder: _edit(folder, states={}), {"manifest": "is not what vllm-compat extract writes"}),
+    ],
+)
+def test_what_the_manifest_promises(plant: Any, faults: dict[str, str], model: Path, extracted: Path) -> None:
+    plant(extracted)
+    verdict = _verify(model, extracted)
+    found = {group.fault.kind: group.text for group in verdict.faults.groups}
+    assert found.keys() == faults.keys(), verdict.as_text()
+    for kind, said in faults.items():
+        assert said in found[kind]
+
+
+def test_a_config_of_another_model(model: Path, data: Path) -> None:
+    config = json.loads((data / "data_config.json").read_text())
+    config["model"]["hidden_size"] = 128
+    (data / "data_config.json").write_text(json.dumps(config))
+    (group,) = _verify(model, data).faults.groups
+    assert "the data are of a model with hidden size 128, this one has 64" in group.text
+    (data / "data_config.json").write_text("{}")
+    (group,) = _verify(model, data).faults.groups
+    assert "data_config.json is not what speculators v0.3.0 writes" in group.text
 
 
 def test_the_choice_is_told_and_repeatable(model: Path, clean: Path) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vllm_compat.extraction.faults import Fault
 from vllm_compat.extraction.manifest import (
@@ -33,7 +32,7 @@ CONFIG = "data_config.json"
 class Config:
     """What is used of `data_config.json`."""
 
-    layer_ids: tuple[int, ...]  # ascending: the generator answers in the model's order, whatever was asked for
+    layer_ids: tuple[int, ...]  # ascending
     hidden_size: int
     model: str
     samples: int
@@ -56,7 +55,7 @@ class Folder:
     def layer_ids(self) -> tuple[int, ...] | None:
         """The layers that the files hold, ascending; None if nothing says so."""
         if self.manifest is not None and self.manifest.states is not None:
-            return tuple(sorted(set(self.manifest.states["layer_ids"])))
+            return _ascending(self.manifest.states["layer_ids"])
         return None if self.config is None else self.config.layer_ids
 
     @property
@@ -80,10 +79,16 @@ def look(path: Path) -> Folder:
         except (KeyError, TypeError, ValueError, OSError) as error:
             what = f"{HEADER} is not what vllm-compat extract writes"
             found.faults.append(Fault("manifest", what, example=f"{type(error).__name__}: {error}"))
+            found.manifest = None
     elif names:
         _look_for_holes(found)
     _look_for_strays(found)
     return found
+
+
+def _ascending(layer_ids: Iterable[int]) -> tuple[int, ...]:
+    """As the files hold them: the generator answers in the model's order, each layer once, whatever was asked for."""
+    return tuple(sorted({int(each) for each in layer_ids}))
 
 
 def _number(name: str) -> int:
@@ -94,7 +99,7 @@ def _read_config(found: Folder) -> None:
     try:
         content = json.loads((found.path / CONFIG).read_text(encoding="utf-8"))
         found.config = Config(
-            layer_ids=tuple(sorted({int(each) for each in content["hidden_states"]["layer_ids"]})),
+            layer_ids=_ascending(content["hidden_states"]["layer_ids"]),
             hidden_size=int(content["model"]["hidden_size"]),
             model=str(content["model"]["target_model_path"]),
             samples=int(content["data"]["num_samples"]),
@@ -125,11 +130,10 @@ def _compare_with_manifest(found: Folder, manifest: Manifest) -> None:
         )
     elif sha256_of(found.path / JOURNAL) != manifest.files["journal_sha256"]:
         found.faults.append(Fault("manifest", f"{JOURNAL} is not the one that {HEADER} was written for"))
-    if found.config is not None and manifest.states is not None:
-        recorded = tuple(sorted(set(manifest.states["layer_ids"])))
-        if recorded != found.config.layer_ids:
-            what = f"{CONFIG} and {HEADER} name different layers"
-            found.faults.append(Fault("config", what, example=f"{list(found.config.layer_ids)} and {list(recorded)}"))
+    recorded = None if manifest.states is None else _ascending(manifest.states["layer_ids"])
+    if found.config is not None and recorded not in (None, found.config.layer_ids):
+        what = f"{CONFIG} and {HEADER} name different layers"
+        found.faults.append(Fault("config", what, example=f"{list(found.config.layer_ids)} and {list(recorded or ())}"))
     wanted = [data_file(first + number) for number in range(samples)]
     state = scan(found.path, found.records, wanted, contents=False)
     lost = {*state.missing, *(name for name in wanted if name not in found.records)} - {*state.unrecorded}
@@ -174,12 +178,3 @@ def describe(found: Folder) -> str:
     )
     maker = "vllm-compat extract" if found.manifest is not None else "speculators' script, no manifest"
     return f"{maker} ({versions})" if versions else maker
-
-
-def as_json(found: Folder) -> dict[str, Any]:
-    """Plain types, for the verdict."""
-    return {
-        "path": str(found.path),
-        "manifest": None if found.manifest is None else {"complete": found.manifest.complete},
-        "made_with": dict(found.made_with),
-    }
