@@ -56,7 +56,7 @@ class Release:
         """Everything at once, so that nothing parsed has to be kept. An error belongs to each test of the release."""
         try:
             for name, why in self.names.items():
-                self.found[name] = fingerprint(definition(self.wheel, *name), name[1])
+                self.found[name] = fingerprint(self.wheel, *name)
                 gates = [(patch, check(shape, self.wheel)) for patch, shape in why if shape is not None]
                 self.misfits[name] = [f"{patch}: {misfit}" for patch, misfit in gates if misfit is not None]
             _ = self.wheel.metadata
@@ -129,7 +129,7 @@ class Contract:
         """A wheel to compare with: the nearest older one that has what was committed, else the one before."""
         older = [wheel for version, wheel in self.listed[release.package].items() if version < release.version]
         for wheel in reversed(older):
-            if known is not None and fingerprint(definition(wheel, *name), name[1]) == known[1]:
+            if known is not None and fingerprint(wheel, *name) == known[1]:
                 return wheel
             if known is None or wheel.version < known[0]:
                 break

@@ -9,8 +9,12 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
+import importlib.util
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
+from vllm_compat.patches import worker
 from vllm_compat.registry import Patch, Rebind, Shape
 from vllm_compat.source import Source
 
@@ -33,12 +37,14 @@ def consumer_names(patches: Iterable[Patch]) -> dict[Name, list[tuple[str, Shape
 def upstream_names(
     package: str, patches: Iterable[Patch], bindings: Mapping[str, Sequence[str]]
 ) -> dict[Name, list[tuple[str, Shape | None]]]:
-    """What patches name in another package: their shapes, and of vLLM what the consumer's bindings are bound to.
+    """What patches name in another package: their shapes and imports, and what the consumer's bindings are bound to.
 
     `bindings`: the fingerprints of the consumer's names ("module.name"), which say where an import comes from.
     """
     found = _shapes(patches, package)
     for patch in patches:
+        for name in _imports(patch, package):
+            found.setdefault(name, []).append((patch.id, None))
         for target in patch.targets:
             for text in bindings.get(str(target), ()) if isinstance(target, Rebind) else ():
                 origin, _, name = text.removeprefix("from ").partition(" import ")
@@ -53,6 +59,22 @@ def _shapes(patches: Iterable[Patch], package: str) -> dict[Name, list[tuple[str
         for shape in patch.shapes:
             if shape.module.partition(".")[0] == package:
                 found.setdefault((shape.module, shape.symbol), []).append((patch.id, shape))
+    return found
+
+
+def _imports(patch: Patch, package: str) -> list[Name]:
+    """What the modules of a patch import from a package, also where only some releases have it."""
+    makers = [target.make if isinstance(target, Rebind) else target.do for target in patch.targets]
+    modules = {maker.__module__ for maker in makers}
+    if patch.id == "capture":  # the patch whose code is the worker's
+        modules |= {f"{worker.__name__}.{each.name}" for each in pkgutil.iter_modules(worker.__path__)}
+    found = []
+    for module in sorted(modules):
+        spec = importlib.util.find_spec(module)
+        source = Path(str(spec.origin if spec else None)).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+                found += [(str(node.module), alias.name) for alias in node.names]
     return found
 
 
@@ -82,10 +104,14 @@ def _imported(node: ast.Import | ast.ImportFrom, name: str) -> str:
     return next(alias.name for alias in node.names if (alias.asname or alias.name.partition(".")[0]) == name)
 
 
-def fingerprint(node: ast.AST | None, symbol: str) -> str:
-    """One line. Of an import it says from where, of anything else the hash and the signature."""
+def fingerprint(locate: Locate, module: str, symbol: str) -> str:
+    """One line. Of an import it says from where, of anything else the hash and the signature.
+
+    Absent is what no statement binds, also where a module's `__getattr__` makes it when it is asked for.
+    """
+    node = definition(locate, module, symbol)
     if node is None:
-        return ABSENT
+        return "a module" if locate(f"{module}.{symbol}") is not None else ABSENT
     if isinstance(node, ast.ImportFrom):
         return f"from {'.' * node.level}{node.module or ''} import {_imported(node, symbol)}"
     if isinstance(node, ast.Import):
