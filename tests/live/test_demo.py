@@ -56,7 +56,7 @@ def test_verify_judges_what_vllm_wrote(made: tuple[subprocess.CompletedProcess[s
     """Files of the consumer on real vLLM, without a manifest; then a fault in one of them."""
     import torch
 
-    from vllm_compat.extraction.verify import Options, verify
+    from vllm_compat.extraction.verification import Options, verify
 
     folder = made[1]
     verdict = verify(Options(model=str(folder / "model"), folder=folder / "training_data", files=3))

@@ -6,6 +6,7 @@ values differ as those of another implementation do.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -18,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_compat.extraction import verify as command
 from vllm_compat.extraction.manifest import JOURNAL, FileRecord, Journal, Manifest, read_records, write_manifest
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.store import sha256_of
 from vllm_compat.extraction.tiny import make_model
-from vllm_compat.extraction.verify import Options, Refused, verify
+from vllm_compat.extraction.verification import Options, Refused, verify
 
 LAYERS, LAYER_IDS = 8, [2, 4, 5, 7]  # speculators' own choice for eight layers
 LENGTHS = (30, 24, 30, 41, 26)
@@ -540,14 +542,55 @@ def test_folders_and_models_that_are_none(model: Path, clean: Path, tmp_path: Pa
         _verify(tmp_path, clean)
 
 
+def _parsed(*args: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(args)
+
+
+def test_without_a_folder_samples_are_extracted_by_a_child_process(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+
+    def extract(arguments: list[str], **_kwargs: Any) -> Any:
+        """Stands for `vllm-compat extract`."""
+        given = dict(zip(arguments[4::2], arguments[5::2], strict=True))
+        assert arguments[1:4] == ["-m", "vllm_compat", "extract"]
+        assert (given["--target-model-path"], given["--seq-length"], given["--batch-size"]) == (str(model), "128", "3")
+        assert len(Path(given["--train-data-path"]).read_text().splitlines()) == 3
+        shutil.copytree(data, given["--output-dir"])
+        folders.append(Path(given["--output-dir"]))
+        return subprocess.CompletedProcess(arguments, 0)
+
+    monkeypatch.setattr(subprocess, "run", extract)
+    assert command.main(_parsed(str(model), "--samples", "3", "--seq-length", "128", "--files", "1")) == 0
+    assert f"{FEW} recomputed with Hugging Face (seed 0: all)" in capsys.readouterr().out, "few as they are"
+    assert not folders[0].exists()
+
+
+def test_an_extraction_that_fails_is_the_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_args, **_kwargs: subprocess.CompletedProcess([], 3))
+    assert command.main(_parsed(str(model), "--json")) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {
+        "schema": 1,
+        "ok": False,
+        "error": "RuntimeError: the extraction ended with exit code 3; what it said is above",
+    }
+    assert command.main(_parsed(str(model), "--samples", "0")) == 2
+
+
 def test_the_command(model: Path, data: Path) -> None:
     """In a process of its own: exit codes, and stdout for the verdict alone."""
     _change(data, 0, _every_layer(_roll))
     (data / "data_2.pt").unlink()
 
     def run(*args: str) -> Any:
-        command = [sys.executable, "-m", "vllm_compat", "verify", *args]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        words = [sys.executable, "-m", "vllm_compat", "verify", *args]
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
     done = run(str(model), str(data), "--json")
     assert done.returncode == 1, done.stderr
