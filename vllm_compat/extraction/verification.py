@@ -105,7 +105,7 @@ def _verify(options: Options, model: _Model, folder: Folder) -> Verdict:
         dtypes = _open(folder, len(layer_ids), model.hidden_size, faults, notes)
     dtype = _common(dtypes, model, faults, notes)
     chosen = _choose(options, [name for name, each in dtypes.items() if each in _DTYPES])
-    whole = folder.names if options.read_all else chosen
+    whole = list(dtypes) if options.read_all else chosen
     with stages(f"reading {len(whole)} files whole"):
         for name in whole:
             faults.add(*check_whole(folder.path / name, folder.records.get(name)))
@@ -124,7 +124,9 @@ def _verify(options: Options, model: _Model, folder: Folder) -> Verdict:
             judge.search([folder.path / name for name in _near(folder.names, judge.unexplained, chosen)])
     undecided = sum(layer.undecided for layer in judge.report.layers)
     if undecided:
-        notes.append(f"{undecided} rows of all layers cannot be told from others of their prompt: it repeats itself")
+        notes.append(
+            f"{undecided} rows of all layers together cannot be told from another row or layer: they are alike"
+        )
     return Verdict(
         model=options.model,
         model_layers=reference.layers,
