@@ -253,7 +253,7 @@ def test_options_that_cannot_work(change: dict[str, Any], said: str) -> None:
 
 
 def test_stdout_is_kept_free_also_for_child_processes(capfd: pytest.CaptureFixture[str]) -> None:
-    with demo._stdout_to_stderr():
+    with demo.stdout_to_stderr():
         print("from Python")
         os.write(1, b"from C\n")
         subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_compat.extraction import store
+from vllm_compat.extraction import manifest, store
 from vllm_compat.extraction.manifest import (
     JOURNAL,
     FileRecord,
@@ -125,6 +125,11 @@ def test_the_journal_survives_being_cut_anywhere(tmp_path: Path) -> None:
         assert [json.loads(line)["sample"] for line in lines.splitlines()] == [0, 1, 2]
         assert summary["journal_sha256"] == hashlib.sha256(lines).hexdigest()
         assert (summary["count"], summary["tokens"]) == (3, 21)
+
+
+def test_a_line_is_what_json_would_write() -> None:
+    record = FileRecord(file="data_7.pt", sample=7, batch=0, tokens=512, bytes=4198402, sha256="ab" * 32)
+    assert manifest._line(record) == json.dumps(record._asdict()).encode() + b"\n"
 
 
 def test_the_last_line_about_a_file_counts(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from typing import Any
 from vllm_compat.extraction import tiny
 from vllm_compat.extraction.compare import Report, compare
 from vllm_compat.extraction.reference import reference_states
+from vllm_compat.extraction.streams import say, stdout_to_stderr
 
 MODEL_LAYERS = 8  # with fewer, the consumer's automatic choice of four layers names one of them twice
 # The CPU build of vLLM computes float32 checkpoints in bfloat16 anyway (dtype "auto"); saying so in the
@@ -165,7 +166,7 @@ def run(options: Options) -> Verdict:
             folder = Path(tempfile.mkdtemp(prefix="vllm-compat-demo-"))
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-compat-demo-")))
-        stack.enter_context(_stdout_to_stderr())
+        stack.enter_context(stdout_to_stderr())
         return _run(options, folder, str(folder) if kept else None)
 
 
@@ -297,7 +298,7 @@ def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[
                     "loss_mask": batch["loss_mask"][number][: len(result["input_ids"])],
                 }
                 written.append(saving.submit(torch.save, sample, out / f"data_{start + number}.pt"))
-            _say(f"      {min(start + batch_size, len(dataset))}/{len(dataset)} samples")
+            say(f"      {min(start + batch_size, len(dataset))}/{len(dataset)} samples")
         for future in written:
             future.result()
     return batches, seconds
@@ -386,33 +387,11 @@ class _Stages:
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        _say(f"[{len(self.seconds) + 1}/{self.total}] {what} ...")
+        say(f"[{len(self.seconds) + 1}/{self.total}] {what} ...")
         start = time.perf_counter()
         yield
         self.seconds[what.split()[0]] = time.perf_counter() - start
-        _say(f"      {time.perf_counter() - start:.1f} s")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Send what is written to stdout to stderr, by this process and by those it starts.
-
-    On the level of file descriptors: vLLM's workers and gloo's C++ code print to the inherited descriptor 1,
-    which no Python object sees. stdout is for the verdict alone.
-    """
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
+        say(f"      {time.perf_counter() - start:.1f} s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -478,9 +457,9 @@ def main(args: argparse.Namespace) -> int:
             print(json.dumps({"schema": 1, "ok": False, "error": f"{type(error).__name__}: {error}"}))
         if options.verbose:
             traceback.print_exc()
-        _say(f"vllm-compat demo: {type(error).__name__}: {error}")
+        say(f"vllm-compat demo: {type(error).__name__}: {error}")
         if not options.verbose:
-            _say("--verbose shows where, with vLLM's own log lines.")
+            say("--verbose shows where, with vLLM's own log lines.")
         return 1
     print(json.dumps(verdict.as_dict(), indent=2) if args.json else verdict.as_text())
     return 0 if verdict.ok else 1

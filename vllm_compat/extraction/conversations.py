@@ -1,0 +1,155 @@
+"""Local conversation files, looked at line by line before anything slow starts.
+
+v0.3.0's loader says "JSON parse error" without a line, and its preprocessing leaves out or misreads what it does not
+expect: `null` as an answer becomes the text "None", and a file in which some turns have `from`/`value` and others
+`role`/`content` loses one kind, because all lines are brought into one schema.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROLES = ("human", "user", "gpt", "assistant", "system")  # those that v0.3.0's preprocessing knows
+KEYS = ("conversations", "messages")
+_STYLES = {"from": "value", "role": "content"}
+SHOWN = 10
+
+
+class DataError(ValueError):
+    """The data cannot be used; the text names file and line."""
+
+
+@dataclass
+class Findings:
+    lines: int = 0
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what the preprocessing leaves out
+
+
+def check_file(path: Path) -> Findings:
+    """Look at every conversation of a .jsonl or .json file (one object a line, or one list of objects).
+
+    Raises DataError naming the first lines that cannot be used. What v0.3.0 leaves out (empty conversations, turns of
+    unknown roles) is in the warnings.
+    """
+    found = Findings()
+    style: tuple[str, str] | None = None  # how turns are written, and where that was seen first
+    key: tuple[str, str] | None = None
+    try:
+        for line, item in _items(path):
+            found.lines += 1
+            where = f"{path}, line {line}"
+            if isinstance(item, _Broken):
+                found.errors.append(f"{where}: {item.why}")
+                continue
+            name = next((name for name in KEYS if isinstance(item, dict) and name in item), None)
+            if name is None:
+                what = f"an object with {', '.join(map(repr, item))}" if isinstance(item, dict) else _kind(item)
+                found.errors.append(f"{where}: expected an object with a list 'conversations', found {what}")
+                continue
+            key = key or (name, where)
+            if name != key[0]:
+                found.errors.append(f"{where}: has {name!r}, but {key[1]} has {key[0]!r}: use one of them in one file")
+                continue
+            if not item[name] and (item[name] is None or isinstance(item[name], list)):
+                found.warnings.append(f"{where}: an empty conversation is left out")
+                continue
+            for error, used in _turns(item[name], where, found.warnings):
+                if error:
+                    found.errors.append(f"{where}: {error}")
+                elif style is None:
+                    style = (used, where)
+                elif used != style[0]:
+                    found.errors.append(
+                        f"{where}: a turn has {used!r}, but {style[1]} has {style[0]!r}: use one of them in one file"
+                    )
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not found.lines:
+        found.errors.append(f"{path} has no conversations")
+    if found.errors:
+        more = len(found.errors) - SHOWN
+        raise DataError("\n".join([*found.errors[:SHOWN], *([f"and {more} more such lines"] if more > 0 else [])]))
+    return found
+
+
+def _turns(conversation: Any, where: str, warnings: list[str]) -> Iterator[tuple[str, str]]:
+    """For each turn what is wrong with it ("": nothing), and under which name its role is."""
+    if not isinstance(conversation, list):
+        yield f"the conversation is {_kind(conversation)}, expected a list of turns", ""
+        return
+    for number, turn in enumerate(conversation, 1):
+        if not isinstance(turn, dict):
+            yield f"turn {number} is {_kind(turn)}, expected an object", ""
+            continue
+        style = next((name for name in _STYLES if name in turn), None)
+        if style is None:
+            yield f"turn {number} has neither 'from' nor 'role'", ""
+            continue
+        text = turn.get(_STYLES[style])
+        if not isinstance(text, str):
+            yield f"turn {number}: {_STYLES[style]!r} is {_kind(text)}, expected a text", style
+        elif turn[style] not in ROLES:
+            warnings.append(f"{where}: turn {number} of the unknown role {turn[style]!r} is left out")
+        yield "", style
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "nothing (null)"}
+    return names.get(type(value), "a number")
+
+
+@dataclass(frozen=True)
+class _Broken:
+    why: str
+
+
+def _items(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line number and content of each item."""
+    with path.open(encoding="utf-8") as file:
+        start = file.read(1)
+        while start.isspace():
+            start = file.read(1)
+        file.seek(0)
+        if start == "[":
+            yield from _listed(file.read())
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    yield number, _Broken(f"not JSON: {error}")
+
+
+def _listed(text: str) -> Iterator[tuple[int, Any]]:
+    """The items of one list. After one that is not JSON the next cannot be found."""
+    decoder, place, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    first = True
+    while True:
+        place = _skip(text, place)
+        if text[place : place + 1] == "]":
+            return
+        if not first:
+            if text[place : place + 1] != ",":
+                yield line + text.count("\n", counted, place), _Broken("not JSON: expected ',' or ']' after an item")
+                return
+            place = _skip(text, place + 1)
+        line, counted, first = line + text.count("\n", counted, place), place, False
+        try:
+            item, place = decoder.raw_decode(text, place)
+        except ValueError as error:
+            at = getattr(error, "pos", place)
+            yield line + text.count("\n", counted, at), _Broken(f"not JSON: {getattr(error, 'msg', error)}")
+            return
+        yield line, item
+
+
+def _skip(text: str, place: int) -> int:
+    while place < len(text) and text[place] in " \t\r\n":
+        place += 1
+    return place
