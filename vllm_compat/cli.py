@@ -23,7 +23,7 @@ from vllm_compat.plan import plans
 from vllm_compat.registry import Patch, PatchSet, discover
 
 SCHEMA = 1
-_EXTRACTION = {  # commands that load torch; each is a module of `vllm_compat.extraction`
+_EXTRACTION = {  # commands that load consumer and runtime; each is a module of `vllm_compat.extraction`
     "demo": "extract from a tiny model, compare every row",
     "extract": "from conversations to files of hidden states",
     "verify": "compare a folder of hidden states with Hugging Face",
