@@ -150,6 +150,7 @@ def test_rows_that_are_equal_by_right_are_no_fault(model: Path, tmp_path: Path, 
     assert verdict.ok, verdict.as_text()
     assert all(layer.undecided > 20 for layer in verdict.report.layers)
     assert any("cannot be told from another" in note for note in verdict.notes)
+    assert verdict.report.margin > 0, "the margin is that of rows that can be told"
 
 
 def _roll(rows: Any) -> Any:

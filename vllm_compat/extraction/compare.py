@@ -52,8 +52,8 @@ class LayerReport:
     max_abs_error: float  # of one element
     max_relative_error: float  # of one row
     min_cosine: float  # between a row and its reference
-    row_margin: float | None  # smallest; None where no other row competes
-    layer_margin: float | None  # smallest; None where one layer was captured
+    row_margin: float | None  # smallest of rows that are not undecided; None where no other row competes
+    layer_margin: float | None  # likewise; None where no other layer competes
     not_finite: int
     outside: int  # beyond the tolerance
     misplaced: int  # nearer to another row's reference
@@ -153,7 +153,7 @@ def compare(
         index = torch.cat([torch.arange(lengths[p]) + sum(lengths[:p]) for p in tensors])
         others = {other: states for other, states in levels.items() if other != layer_id}
         found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys)
-        layer, said = _report(found, index, places, bool(others), undecided_share)
+        layer, said = _report(found, index, places, undecided_share)
         layers.append(layer)
         everything.append(found)
         problems += said
@@ -185,7 +185,6 @@ def _report(
     found: Found,
     index: torch.Tensor,
     places: list[tuple[int, int]],
-    layers_compete: bool,
     undecided_share: float,
 ) -> tuple[LayerReport, list[str]]:
     """`found` in numbers, and its problems in words. `index` are the rows that were compared, finite or not."""
@@ -197,8 +196,8 @@ def _report(
         max_abs_error=found.max_abs_error,
         max_relative_error=extreme(found.error, "max"),
         min_cosine=extreme(found.cosine, "min"),
-        row_margin=extreme(found.row_margin, "min") if bool(found.row_gap.isfinite().any()) else None,
-        layer_margin=extreme(found.layer_margin, "min") if layers_compete else None,
+        row_margin=_smallest(found.row_margin),
+        layer_margin=_smallest(found.layer_margin),
         not_finite=int((~found.finite).sum()),
         outside=int(found.outside.sum()),
         misplaced=int(found.misplaced.sum()),
@@ -234,6 +233,12 @@ def _report(
         bad = place[found.undecided][:_EXAMPLES].tolist()
         problems.append(problem(found.undecided, "cannot be told from another", [name(n) for n in bad]))
     return report, problems
+
+
+def _smallest(margins: torch.Tensor) -> float | None:
+    """Of those that there are."""
+    there = margins[~margins.isnan()]
+    return float(there.min()) if there.numel() else None
 
 
 def _margin(value: float | None) -> str:

@@ -37,8 +37,8 @@ class Found:
     max_abs_error: float  # of one element
     allowed: float  # the tolerance
     row_gap: torch.Tensor  # distance to `nearest`; infinite where no other row competes
-    row_margin: torch.Tensor
-    layer_margin: torch.Tensor
+    row_margin: torch.Tensor  # NaN where no other row competes, and where it is undecided
+    layer_margin: torch.Tensor  # likewise
     cosine: torch.Tensor
     outside: torch.Tensor  # beyond the tolerance
     misplaced: torch.Tensor
@@ -86,7 +86,7 @@ def find(
     seen = 3 * float(least.median()) if len(rows) else allowed
     noise = length * min(allowed, max(seen, torch.finfo(got.dtype).eps))
     row_margin, layer_margin = _margins(own, row_gap), _margins(own, layer_gap)
-    row_lost, layer_lost = (row_margin <= 0) & row_gap.isfinite(), (layer_margin <= 0) & layer_gap.isfinite()
+    row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
     row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
     layer_undecided = layer_lost & (layer_apart <= noise)
 
@@ -99,8 +99,8 @@ def find(
         error=error,
         max_abs_error=extreme((rows - want).abs(), "max"),
         row_gap=row_gap,
-        row_margin=row_margin,
-        layer_margin=layer_margin,
+        row_margin=row_margin.masked_fill(row_undecided, torch.nan),
+        layer_margin=layer_margin.masked_fill(layer_undecided, torch.nan),
         cosine=torch.nn.functional.cosine_similarity(rows, want, dim=1),
         allowed=allowed,
         outside=error > allowed,
@@ -142,12 +142,11 @@ def _nearest_row(
 
 
 def _margins(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(other - own) / (other + own) in [-1, 1]; 1 where there is no other, 0 where both distances are 0."""
+    """(other - own) / (other + own) in [-1, 1]; 0 where both distances are 0, NaN where there is no other."""
     import torch
 
     both = other + own
-    margin = (other - own) / both.clamp_min(torch.finfo(both.dtype).tiny)
-    return margin.masked_fill(other.isinf(), 1.0)
+    return (other - own) / both.clamp_min(torch.finfo(both.dtype).tiny)
 
 
 def prefix_keys(prompts: Sequence[Sequence[int]]) -> list[int]:
