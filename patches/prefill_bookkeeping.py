@@ -63,7 +63,7 @@ def whole_prompt_scheduler(original: type) -> type:
 
 PATCH = Patch(
     id="prefill-bookkeeping",
-    ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     after=("scheduler-construction",),
     needs=("call-boundary",),
     targets=(Rebind(module=GENERATOR, name="Scheduler", make=whole_prompt_scheduler),),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_compat.registry import Check, Finding, KnownBad, Option, Surroundings
+from vllm_compat.versions import matches, release_of
 
 MIB, GIB = 2**20, 2**30
 
@@ -147,7 +148,14 @@ def check_cpu_build(here: Surroundings) -> Iterator[Finding]:
     binding = here.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if workers > nodes and binding == "auto":
         text = f"{workers} workers on {nodes} NUMA node(s): vLLM refuses to bind their threads (AssertionError)"
-        yield Finding(status="problem", text=text, advice="set VLLM_CPU_OMP_THREADS_BIND=nobind")
+        advice = "set VLLM_CPU_OMP_THREADS_BIND=nobind (vLLM 0.11.0 and 0.20: cores for each worker, such as 0|1)"
+        yield Finding(status="problem", text=text, advice=advice)
+    release = release_of(here.versions["vllm"] or "")
+    if matches(release, ">=0.18,<0.19") and "libtcmalloc" not in here.environ.get("LD_PRELOAD", ""):
+        # vllm/v1/worker/cpu_worker.py (init_device); a warning since 0.19, which brings the library along.
+        text = "the CPU workers of vLLM 0.18 do not start without libtcmalloc in LD_PRELOAD"
+        advice = "export LD_PRELOAD=libtcmalloc_minimal.so.4 (Debian, Ubuntu: apt-get install libtcmalloc-minimal4)"
+        yield Finding(status="problem", text=text, advice=advice)
 
 
 def _is_cpu_build(here: Surroundings) -> bool:

@@ -147,7 +147,7 @@ PATCH = Patch(
     needs=("call-boundary", "capture"),
     targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=proven_executor),),
     shapes=(
-        Shape(module="vllm.v1.executor.multiproc_executor", symbol="MultiprocExecutor.__init__"),
+        Shape(module="vllm.v1.executor.multiproc_executor", symbol="MultiprocExecutor._init_executor"),
         Shape(module="vllm.v1.executor.multiproc_executor", symbol="MultiprocExecutor.shutdown"),
     ),
     symptom=(

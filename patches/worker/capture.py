@@ -69,6 +69,10 @@ class Capture:
             return output
 
         self._runner.execute_model = execute_model
+        if hasattr(self._runner, "sample_tokens"):  # vLLM 0.11.0 samples within execute_model
+            self._watch_sampling()
+
+    def _watch_sampling(self) -> None:
         sample = self._runner.sample_tokens
 
         @functools.wraps(sample)

@@ -24,13 +24,14 @@ ALL = {patch.id for patch in SPECULATORS.patches}
 # Those for the releases that are installed here; the others have their turn in another environment.
 PATCHES = {patch.id: patch for patch in SPECULATORS.patches if patch.id in plan().applies}
 
+# Of each patch; where it depends on the release, from old to new.
 SYMPTOMS = {
     "call-boundary": "needs call-boundary",
     "tokenizer": "custom code which must be executed to correctly load",
-    "engine-configuration": r"is_encoder_decoder\n\s+Field required",
+    "engine-configuration": r"a step has 8192 tokens|is_encoder_decoder\n\s+Field required",
     "scheduler-construction": "missing 1 required positional argument: 'block_size'",
     "prefill-bookkeeping": r"prompt \d \(request \w+\): expected 138 rows, got \d+",
-    "request-construction": "cache_full_blocks",
+    "request-construction": "cache_full_blocks|unexpected keyword argument 'eos_token_id'",
     "capture": "needs capture",
     "workers": "0 proven workers",
     "devices": "Torch not compiled with CUDA enabled|Found no NVIDIA driver|no NVIDIA GPU",

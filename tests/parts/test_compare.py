@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_compat.extraction import rowwise
+from vllm_compat.extraction import kernels, rowwise
 from vllm_compat.extraction.compare import compare
 from vllm_compat.extraction.rowwise import tolerance
 
@@ -321,6 +323,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tolerance_follows_dtype_and_depth() -> None:
     assert tolerance(torch.bfloat16, 0) == 8 / 256
     assert tolerance(torch.bfloat16, 3) == 2 * tolerance(torch.bfloat16, 0)
+    assert tolerance(torch.bfloat16, 3, 2.0) == 2 * tolerance(torch.bfloat16, 3)
     assert tolerance(torch.float32, 0) < tolerance(torch.float16, 0) < tolerance(torch.bfloat16, 0)
     with pytest.raises(ValueError, match="float64"):
         tolerance(torch.float64, 0)
@@ -333,3 +336,24 @@ def test_a_reference_that_does_not_fit_is_the_callers_mistake() -> None:
         compare(WANT, WANT, layer_ids=(1, 2))
     with pytest.raises(ValueError, match="as many rows"):
         compare(WANT, WANT, layer_ids=LAYERS, prompts=[prompt[:-1] for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize(
+    ("device", "calls", "expected"), [("cpu", "cuda", 2), ("cpu", "native", 1), ("cuda", "cuda", 1)]
+)
+def test_kernels_that_drop_bits_are_known_by_their_call(
+    device: str, calls: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for the two modules of vLLM that are looked at; the real ones are in the live lanes."""
+    forms: dict[str, Any] = {"cuda": lambda self: self.forward_cuda(), "native": lambda self: self.forward_native()}
+    modules = {
+        "vllm": types.SimpleNamespace(),
+        "vllm.model_executor": types.SimpleNamespace(),
+        "vllm.model_executor.custom_op": types.SimpleNamespace(
+            CustomOp=types.SimpleNamespace(forward_cpu=forms[calls])
+        ),
+        "vllm.platforms": types.SimpleNamespace(current_platform=types.SimpleNamespace(is_cpu=lambda: device == "cpu")),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert kernels.cut() == expected

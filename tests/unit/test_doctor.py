@@ -242,6 +242,10 @@ def test_settings_of_the_cpu_build() -> None:
     assert statuses(preflight.check_cpu_build, **many) == ["problem"]
     many["environ"]["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     assert statuses(preflight.check_cpu_build, **many) == []
+    older = {"environ": one, "versions": {"vllm": "0.18.1+cpu"}}
+    assert statuses(preflight.check_cpu_build, **older) == ["problem"]
+    one["LD_PRELOAD"] = "libtcmalloc_minimal.so.4"
+    assert statuses(preflight.check_cpu_build, **older) == []
     for space in ("1000000", "four"):
         assert statuses(preflight.check_cpu_build, environ={"VLLM_CPU_KVCACHE_SPACE": space}) == ["problem"]
 

@@ -117,6 +117,7 @@ def compare(
     prompts: Sequence[Sequence[int]] | None = None,
     rivals: Mapping[int, Sequence[torch.Tensor]] | None = None,
     undecided_share: float = UNDECIDED_SHARE,
+    cut: float = 1.0,
 ) -> Report:
     """Compare extracted states with the reference.
 
@@ -124,8 +125,9 @@ def compare(
     dtype of `got` sets the tolerance. `prompts` are the token ids: with them rows of a common prefix do not
     compete. `rivals` are reference states of layers that were not captured, by layer id one tensor per prompt:
     they compete in the layer test. More than `undecided_share` of rows that cannot be told from others are a
-    problem. What is wrong with `got` is found and reported, never raised; ValueError means that the caller's
-    `want`, `layer_ids` and `prompts` do not fit each other.
+    problem. `cut` widens the tolerance, for kernels that drop bits (`kernels.cut`). What is wrong with `got` is
+    found and reported, never raised; ValueError means that the caller's `want`, `layer_ids` and `prompts` do not
+    fit each other.
     """
     import torch
 
@@ -152,7 +154,7 @@ def compare(
             continue
         index = torch.cat([torch.arange(lengths[p]) + sum(lengths[:p]) for p in tensors])
         others = {other: states for other, states in levels.items() if other != layer_id}
-        found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys)
+        found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys, cut)
         layer, said = _report(found, index, places, undecided_share)
         layers.append(layer)
         everything.append(found)

@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_compat.extraction import tiny
+from vllm_compat.extraction import kernels, tiny
 from vllm_compat.extraction.compare import Report, compare
 from vllm_compat.extraction.reference import reference_states
 from vllm_compat.extraction.streams import say, stdout_to_stderr
@@ -224,7 +224,7 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
 
         runtime_dtype = getattr(torch, dtype.removeprefix("torch."))
         want = reference_states(model, prompts, layer_ids, dtype=runtime_dtype)
-        report = compare(states, want, layer_ids=layer_ids, prompts=prompts)
+        report = compare(states, want, layer_ids=layer_ids, prompts=prompts, cut=kernels.cut())
 
     tokens = sum(len(prompt) for prompt in prompts)
     return Verdict(

@@ -17,11 +17,11 @@ _CHUNK = 1024  # rows compared with all others at once
 _ROUNDING = {"torch.bfloat16": 8 * 2.0**-8, "torch.float16": 8 * 2.0**-11, "torch.float32": 256 * 2.0**-23}
 
 
-def tolerance(dtype: torch.dtype, layer_id: int) -> float:
-    """Allowed relative error of a row after decoder layer `layer_id`, computed in `dtype`."""
+def tolerance(dtype: torch.dtype, layer_id: int, cut: float = 1.0) -> float:
+    """Allowed relative error of a row after decoder layer `layer_id`, computed in `dtype`; for `cut` see `kernels`."""
     if str(dtype) not in _ROUNDING:
         raise ValueError(f"no tolerance known for {dtype}: expected one of {', '.join(_ROUNDING)}")
-    return _ROUNDING[str(dtype)] * math.sqrt(layer_id + 1)
+    return cut * _ROUNDING[str(dtype)] * math.sqrt(layer_id + 1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,12 +57,13 @@ def find(
     wanted: torch.Tensor,
     others: Mapping[int, torch.Tensor],
     keys: torch.Tensor,
+    cut: float,
 ) -> Found:
     """Compare the rows `got` [n, hidden] of one layer with the rows `index` [n] of its reference `wanted` and of
     `others`, by layer id."""
     import torch
 
-    allowed = tolerance(got.dtype, layer_id)
+    allowed = tolerance(got.dtype, layer_id, cut)
     finite = torch.isfinite(got).all(dim=1)
     rows, place = got[finite].float(), index[finite]
     want = wanted[place]
