@@ -22,6 +22,7 @@ import torch
 from vllm_compat.extraction import verify as command
 from vllm_compat.extraction.judge import check_whole
 from vllm_compat.extraction.manifest import JOURNAL, FileRecord, Journal, Manifest, read_records, write_manifest
+from vllm_compat.extraction.model import look_at
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.samples import Unfit, read_sample
 from vllm_compat.extraction.store import sha256_of
@@ -430,7 +431,7 @@ def test_holes_strays_and_files_of_several_runs(model: Path, data: Path) -> None
 
 
 @pytest.fixture
-def extracted(data: Path) -> Path:
+def extracted(data: Path, model: Path) -> Path:
     """The same files as `vllm-compat extract` leaves them."""
     journal = Journal(data)
     for number in range(FEW):
@@ -439,7 +440,7 @@ def extracted(data: Path) -> Path:
         tokens = len(PROMPTS[number])
         journal.add([FileRecord(file=path.name, sample=number, batch=0, tokens=tokens, bytes=size, sha256=digest)])
     manifest = Manifest(
-        request={"start_idx": 0, "num_samples": FEW},
+        request={"start_idx": 0, "num_samples": FEW, "model_sha256": look_at(str(model)).sha256},
         states={"layer_ids": LAYER_IDS, "hidden_size": 64, "dtype": "torch.bfloat16"},
         versions={"vllm_compat": "0.1.0", "vllm": "0.17.0"},
         files=journal.finish(),
@@ -453,6 +454,12 @@ def test_a_folder_with_a_manifest_passes(model: Path, extracted: Path) -> None:
     assert verdict.ok, verdict.as_text()
     assert "by vllm-compat extract (vllm_compat 0.1.0, vllm 0.17.0)" in verdict.as_text()
     assert verdict.as_dict()["folder"]["manifest"] is True
+    assert not verdict.notes
+    request = json.loads((extracted / "manifest.json").read_text())["request"]
+    _edit(extracted, request={**request, "model_sha256": "another"})
+    verdict = _verify(model, extracted, files=1)
+    assert verdict.ok, "the rows say that it is the model, whatever its files are called"
+    assert "is not the very model of manifest.json" in verdict.as_text()
 
 
 def _other_bytes(folder: Path) -> None:

@@ -15,15 +15,16 @@ class Model:
     sha256: str  # of its configuration, and of the names and sizes of a local folder's weights or the Hub's revision
 
 
-def look_at(path: str) -> Model:
+def look_at(path: str, *, trust_remote_code: bool = True) -> Model:
     """From its configuration alone; a name on the Hub is looked up (and its configuration downloaded).
 
-    Raises OSError where there is no such model, ValueError where its configuration does not say how wide it is.
+    Code that comes with the model is trusted unless told otherwise, because the consumer's own call trusts it. Raises
+    OSError where there is no such model, ValueError where its configuration does not say how wide it is.
     """
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=True)  # as the consumer reads it
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     text = config if getattr(config, "hidden_size", None) else getattr(config, "text_config", None)
     width = getattr(text, "hidden_size", None)
     if not width:

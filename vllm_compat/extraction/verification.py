@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import platform
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +21,11 @@ from pathlib import Path
 from vllm_compat.extraction.faults import Fault
 from vllm_compat.extraction.inventory import Folder, describe, look
 from vllm_compat.extraction.judge import Judge, check_whole
+from vllm_compat.extraction.manifest import HEADER
+from vllm_compat.extraction.model import look_at
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.samples import Unfit, read_sample
+from vllm_compat.extraction.streams import say, stdout_to_stderr
 from vllm_compat.extraction.verdict import Faults, Verdict
 
 FILES = 16
@@ -63,7 +65,7 @@ def verify(options: Options) -> Verdict:
     """Judge the folder. What is wrong with the data is in the verdict; Refused means that it cannot be judged, and
     whatever stops Hugging Face is raised."""
     options.check()
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the verdict alone, also if a model's code prints
+    with stdout_to_stderr():  # stdout is for the verdict alone, whatever a model's code prints
         model = _model(options)
         folder = look(options.folder)
         if not folder.names:
@@ -78,6 +80,7 @@ class _Model:
     layers: int
     hidden_size: int
     dtype: str  # of the checkpoint; empty if it does not say
+    sha256: str  # see `model.Model`
 
 
 def _model(options: Options) -> _Model:
@@ -85,12 +88,14 @@ def _model(options: Options) -> _Model:
     import transformers
 
     try:
+        known = look_at(options.model, trust_remote_code=options.trust_remote_code)
         whole = transformers.AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
         raise Refused(f"transformers cannot read a model from {options.model}: {error}") from None
     text = whole.get_text_config()
     dtypes = (getattr(each, name, None) for name in ("dtype", "torch_dtype") for each in (whole, text))
-    return _Model(text.num_hidden_layers, text.hidden_size, next((str(each) for each in dtypes if each), ""))
+    dtype = next((str(each) for each in dtypes if each), "")
+    return _Model(text.num_hidden_layers, known.hidden_size, dtype, known.sha256)
 
 
 def _verify(options: Options, model: _Model, folder: Folder) -> Verdict:
@@ -100,6 +105,9 @@ def _verify(options: Options, model: _Model, folder: Folder) -> Verdict:
     if folder.config is not None and folder.config.hidden_size != model.hidden_size:
         what = f"the data are of a model with hidden size {folder.config.hidden_size}, this one has {model.hidden_size}"
         faults.add(Fault("config", what))
+    recorded = folder.manifest.request.get("model_sha256") if folder.manifest is not None else None
+    if recorded not in (None, model.sha256):
+        notes.append(f"{options.model} is not the very model of {HEADER}: its configuration or weight files differ")
     layer_ids, layers_from = _layers(options, model, folder)
     with stages(f"opening {len(folder.names)} files"):
         dtypes = _open(folder, len(layer_ids), model.hidden_size, faults, notes)
@@ -257,7 +265,3 @@ class _Stages:
         yield
         self.seconds[what.split()[0]] = time.perf_counter() - start
         say(f"      {time.perf_counter() - start:.1f} s")
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -16,8 +16,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from vllm_compat.extraction import tiny
+from vllm_compat.extraction.streams import say
 from vllm_compat.extraction.verdict import SCHEMA
-from vllm_compat.extraction.verification import FILES, Options, Refused, say, verify
+from vllm_compat.extraction.verification import FILES, Options, Refused, verify
 
 SAMPLES, SEQ_LENGTH = 8, 2048  # together more tokens than one step of the scheduler takes, where rows got mixed up
 
