@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_compat.extraction.faults import Fault
+from vllm_compat.extraction.kernels import cut_of
 from vllm_compat.extraction.manifest import (
     HEADER,
     JOURNAL,
@@ -37,6 +38,7 @@ class Config:
     model: str
     samples: int
     versions: Mapping[str, str]
+    gpu: str  # "CPU only" if there was none
 
 
 @dataclass(kw_only=True)
@@ -64,6 +66,11 @@ class Folder:
         if self.manifest is not None:
             return self.manifest.versions
         return {} if self.config is None else self.config.versions
+
+    @property
+    def cut(self) -> float:
+        """How much coarser than rounding the kernels were that made the files; see `kernels`."""
+        return 1.0 if self.config is None else cut_of(self.made_with.get("vllm", ""), cpu=self.config.gpu == "CPU only")
 
 
 def look(path: Path) -> Folder:
@@ -104,6 +111,7 @@ def _read_config(found: Folder) -> None:
             model=str(content["model"]["target_model_path"]),
             samples=int(content["data"]["num_samples"]),
             versions=dict(content["reproducibility"]["package_versions"]),
+            gpu=str(content["reproducibility"]["gpu"]),
         )
     except FileNotFoundError:
         found.notes.append(f"there is no {CONFIG}: the run that made the files did not come to its end")

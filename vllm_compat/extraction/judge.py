@@ -42,8 +42,11 @@ def check_whole(path: Path, record: FileRecord | None) -> list[Fault]:
 class Judge:
     """Compares files of `layer_ids` with `reference`; finds go to `faults`, numbers to `report`."""
 
-    def __init__(self, reference: Reference, layer_ids: Sequence[int], dtype: torch.dtype, faults: Faults) -> None:
+    def __init__(
+        self, reference: Reference, layer_ids: Sequence[int], dtype: torch.dtype, faults: Faults, *, cut: float = 1.0
+    ) -> None:
         self._reference, self._layer_ids, self._dtype, self._faults = reference, list(layer_ids), dtype, faults
+        self._cut = cut
         # A layer's neighbours compete: in a deep model they are nearer than the tolerance.
         beside = {each + step for each in layer_ids for step in (-1, 1)} - set(layer_ids)
         self._rivals = sorted(each for each in beside if EMBEDDINGS <= each < reference.layers)
@@ -73,6 +76,7 @@ class Judge:
             layer_ids=self._layer_ids,
             prompts=[ids],
             rivals={layer: [each] for layer, each in zip(self._rivals, beside, strict=True)},
+            cut=self._cut,
             undecided_share=1,  # a prompt may well repeat itself: rows that are equal by right are counted, no fault
         )
         self._judged.add(path.name)

@@ -1,6 +1,8 @@
-"""How finely the kernels of the installed vLLM round."""
+"""How finely vLLM's kernels round."""
 
 from __future__ import annotations
+
+from packaging.version import InvalidVersion, Version
 
 
 def cut() -> float:
@@ -17,3 +19,11 @@ def cut() -> float:
 
     own_kernels = "forward_cuda" in CustomOp.forward_cpu.__code__.co_names
     return 2.0 if current_platform.is_cpu() and own_kernels else 1.0
+
+
+def cut_of(release: str, *, cpu: bool) -> float:
+    """`cut` for what another installation computed: the vLLM `release`, on a CPU or not."""
+    try:
+        return 2.0 if cpu and Version(release) < Version("0.14") else 1.0
+    except InvalidVersion:  # a build that names no release
+        return 1.0
