@@ -142,12 +142,10 @@ def difference(old: ast.AST | None, new: ast.AST | None, old_name: str, new_name
 
 
 def normalised(node: ast.AST) -> ast.AST:
-    """Of a function what it does; of a class its bases, its fields and the headers of its methods."""
+    """Of a function what it does; of a class its bases and fields: methods that matter are named themselves."""
     node = ast.parse(ast.unparse(node)).body[0]  # a copy: sources are read once and shared
     if isinstance(node, ast.ClassDef):
-        for method in node.body:
-            if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
-                method.body = [ast.Pass()]
+        node.body = [each for each in node.body if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
     for part in ast.walk(node):
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
             part.returns = None
