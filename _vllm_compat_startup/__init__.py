@@ -68,6 +68,7 @@ class Finder:
     def __init__(self) -> None:
         self.routes: dict[str, str] = {}  # consumer -> route, until it has been imported
         self.watched: dict[str, Callable[[ModuleType], None]] = {}  # module -> called after each execution
+        self.lending: dict[str, Callable[[str], Callable[[], None]]] = {}  # watched module -> called around each one
         self.waking: set[int] = set()  # threads that import the engine for an ambient route
         self.searching: set[tuple[str, int]] = set()  # modules and threads: who is asking the other finders
         self.declined = False  # somebody has called deactivate()

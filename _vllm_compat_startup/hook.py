@@ -74,7 +74,13 @@ class Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        lend = self._finder.lending.get(module.__name__)
+        take_back = lend(module.__name__) if lend is not None else None
+        try:
+            self._loader.exec_module(module)
+        finally:
+            if take_back is not None:
+                take_back()
         after = self._finder.watched.get(module.__name__)
         if after is not None:
             after(module)

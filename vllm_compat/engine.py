@@ -1,6 +1,6 @@
 """The life of one consumer's patches: woken, applied module by module as they are imported, taken back.
 
-    idle -> awake     wake(): the plan is good, Before targets are done, modules are watched
+    idle -> awake     wake(): the plan is good, modules are watched
     idle -> off       VLLM_COMPAT=0
     any  -> failed    the plan is bad or a change failed: everything is taken back. By an explicit route each
                       further import of a patched module is refused; by an ambient one it stays unpatched
@@ -26,9 +26,9 @@ from _vllm_compat_startup import EXPLICIT, Finder, finder
 from vllm_compat import ledger, patching
 from vllm_compat.decisions import Plan
 from vllm_compat.errors import CompatError, PatchError, PlanError
-from vllm_compat.judge import decide, too_late
+from vllm_compat.judge import decide
 from vllm_compat.log import say
-from vllm_compat.registry import Before, PatchSet, Rebind, discover, load
+from vllm_compat.registry import Lend, PatchSet, Rebind, discover, load
 from vllm_compat.switches import read
 
 Targets = dict[str, list[tuple[str, Rebind]]]  # module -> patch id and target, in order
@@ -44,7 +44,7 @@ class Engine:
         self.left: tuple[str, ...] = ()  # what the last undo could not take back
         self._targets: Targets = {}
         self._records: list[patching.Record] = []
-        self._undos: list[tuple[str, str, Callable[[], None]]] = []  # of Before targets: patch, name, undo
+        self._loans: dict[str, list[tuple[str, Lend]]] = {}  # as targets: what a module finds while it is imported
         self._locks: dict[str, Any] = {}  # one for each watched module
         self._lock = RLock()
         os.register_at_fork(after_in_child=self._after_fork)
@@ -71,7 +71,7 @@ class Engine:
                     first, *others = self.plan.problems
                     more = f" (and {len(others)} more)" if others else ""
                     short = f"{first}{more}; see vllm-compat plan"
-                    raise self._refusal(patch_set, self.plan)
+                    raise self._refusal(self.plan)
                 self._start(patch_set, self.plan)
             except Exception as error:  # noqa: BLE001  # raised again, or told in one line
                 self._fail(error, short)
@@ -81,36 +81,51 @@ class Engine:
             self.route = route
         self._apply_to_present()
 
-    def _refusal(self, patch_set: PatchSet, plan: Plan) -> CompatError:
-        late = any(too_late(patch, self.consumer) for patch in patch_set.patches if patch.id in plan.applies)
+    def _refusal(self, plan: Plan) -> CompatError:
         lines = [f"{self.consumer} cannot be patched here:"]
         lines += [f"  - {problem}" for problem in plan.problems]
         lines += ["", plan.table(), ""]
         lines += [f"`vllm-compat plan` shows every decision; VLLM_COMPAT=0 leaves {self.consumer} as it is."]
-        return (PatchError if late else PlanError)("\n".join(lines))
+        return PlanError("\n".join(lines))
 
     def _start(self, patch_set: PatchSet, plan: Plan) -> None:
         with self._lock:
             if self.state == "awake":
                 return  # another thread was first
             applies = [patch for patch in patch_set.patches if patch.id in plan.applies]
-            self._targets = {}
+            self._targets, self._loans = {}, {}
             for patch in applies:
                 for target in patch.targets:
+                    targets = self._targets.setdefault(target.module, [])
                     if isinstance(target, Rebind):
-                        self._targets.setdefault(target.module, []).append((patch.id, target))
-                    elif not ledger.is_applied(patch.id, target.name):
-                        self._do_before(patch.id, target)
+                        targets.append((patch.id, target))
+                    else:
+                        self._loans.setdefault(target.module, []).append((patch.id, target))
             self._locks = {name: RLock() for name in self._targets}
+            finder().lending.update(dict.fromkeys(self._loans, self.lend))
             finder().watched.update(dict.fromkeys(self._targets, self.imported))
             self.state, self.reason, self.left = "awake", None, ()
 
-    def _do_before(self, patch: str, target: Before) -> None:
-        try:
-            self._undos.append((patch, target.name, target.do()))
-        except Exception as error:
-            raise PatchError(f"{patch}: {target} failed: {type(error).__name__}: {error}") from error
-        ledger.record(patch, target.name, self.route or "")
+    def lend(self, name: str) -> Callable[[], None]:
+        """Before each execution of a module that needs something lent; the answer takes it back."""
+        if self.state == "failed" and self.route in EXPLICIT:
+            raise PatchError(str(self.reason))
+        undos: list[Callable[[], None]] = []
+
+        def take_back() -> None:
+            while undos:
+                undos.pop()()
+
+        if self.state == "awake":
+            for patch, target in self._loans[name]:
+                try:
+                    undos.append(target.do())
+                except Exception as error:  # noqa: BLE001  # as in wake
+                    take_back()
+                    self._fail(PatchError(f"{patch}: {target} could not be lent: {type(error).__name__}: {error}"))
+                    break
+                ledger.record(patch, target.name, self.route or "")
+        return take_back
 
     def _announce(self, plan: Plan) -> None:
         """Nobody who has not asked for patches should have them without a word; who has asked knows."""
@@ -170,19 +185,16 @@ class Engine:
             if each not in left:
                 ledger.forget(each.patch, str(each.target))
         self._records = left
-        for patch, name, undo in reversed(self._undos):
-            try:
-                undo()
-            except Exception as error:  # noqa: BLE001  # the others are taken back all the same
-                names.append(f"{patch}: {name} ({type(error).__name__}: {error})")
-            ledger.forget(patch, name)
-        self._undos = []
+        for loans in self._loans.values():
+            for patch, target in loans:
+                ledger.forget(patch, target.name)
         self.left = tuple(names)
 
     def _unwatch(self) -> None:
         found: Finder = finder()
         for name in [name for name, call in found.watched.items() if call == self.imported]:
             del found.watched[name]
+            found.lending.pop(name, None)
 
     def undo(self) -> tuple[str, ...]:
         """Takes everything back; later imports are not patched. Returns what could not be taken back."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import difflib
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from packaging.version import Version
 
 from vllm_compat.decisions import Decision, Found, Plan
 from vllm_compat.errors import PlanError
-from vllm_compat.ledger import is_applied
-from vllm_compat.registry import Before, Package, Patch, PatchSet
+from vllm_compat.registry import Package, Patch, PatchSet
 from vllm_compat.shapes import check
 from vllm_compat.source import Sources
 from vllm_compat.switches import Switches, read
@@ -52,8 +50,6 @@ def decide(
         decisions[patch.id] = decision
         if decision.status in ("misfit", "blocked"):
             problems.append(f"{patch.id}: {'; '.join(decision.details) or decision.reason}")
-        elif decision.status == "apply" and target is None:
-            problems += too_late(patch, patch_set.consumer.module)
     if given.strict:
         problems += [f"{text} (VLLM_COMPAT_STRICT)" for text in warnings]
         problems += [
@@ -74,22 +70,6 @@ def decide(
         problems=tuple(problems),
         warnings=tuple(warnings),
     )
-
-
-def too_late(patch: Patch, consumer: str) -> list[str]:
-    """What had to be done before the consumer was imported and was not: one text, naming who was early."""
-    if consumer not in sys.modules:
-        return []
-    befores = (each for each in patch.targets if isinstance(each, Before))
-    missed = [each for each in befores if not is_applied(patch.id, each.name)]
-    if not missed:
-        return []
-    early = sorted(name for name in sys.modules if name.partition(".")[0] == consumer)
-    more = f" and {len(early) - 5} more" if len(early) > 5 else ""
-    return [
-        f"{patch.id}: {', '.join(map(str, missed))} must be changed before {consumer} is imported, but these "
-        f"modules are already here: {', '.join(early[:5])}{more}; import vllm_compat first"
-    ]
 
 
 def _look(package: Package, path: Sequence[str] | None, sources: Sources) -> Found:

@@ -48,17 +48,22 @@ class Rebind:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Before:
-    """Target: something to do right before the consumer's top-level package is first imported."""
+class Lend:
+    """Target: what a module of the consumer finds while it is imported; taken back right after, also if that fails.
 
-    name: str  # what it changes, for people
-    do: Callable[[], Undo]  # does it and returns its undo
+    For a name that the consumer imports from a package that no longer has it. Where the module is imported already
+    there is nothing left to lend for.
+    """
+
+    module: str  # of the consumer
+    name: str  # what is lent, for people
+    do: Callable[[], Undo]  # lends it and returns its undo
 
     def __str__(self) -> str:
         return self.name
 
 
-Target = Rebind | Before
+Target = Rebind | Lend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +217,10 @@ def checked(patch_set: PatchSet) -> PatchSet:
                 raise PlanError(f"{patch.id}: range for {module}, which is no package of {patch_set.name}")
             ranges(specifier)
         for target in patch.targets:
-            if isinstance(target, Rebind) and target.module.partition(".")[0] != patch_set.consumer.module:
+            if target.module.partition(".")[0] != patch_set.consumer.module:
                 consumer = patch_set.consumer.module
-                raise PlanError(f"{patch.id}: {target} is not in {consumer}; only the consumer is patched")
+                what = target if isinstance(target, Rebind) else f"{target.module}, for which {target} is lent,"
+                raise PlanError(f"{patch.id}: {what} is not in {consumer}; only the consumer is patched")
     for bad in patch_set.known_bad:
         for module, specifier in bad.ranges.items():
             if module not in modules:

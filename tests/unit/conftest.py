@@ -52,12 +52,11 @@ PATCHES = """
         if os.environ.get("FAKE_BREAK"): raise ValueError("broken maker")
         return "patched other"
 
-    def before():
-        if os.environ.get("FAKE_BREAK_BEFORE"): raise ValueError("broken before")
-        import fakerun
-        old = fakerun.__dict__.get("FLAG")
-        fakerun.FLAG = "set"
-        def undo(): fakerun.FLAG = old
+    def lend():
+        if os.environ.get("FAKE_BREAK_LOAN"): raise ValueError("broken loan")
+        import fakerun.core
+        fakerun.core.old_name = "lent"
+        def undo(): del fakerun.core.old_name
         return undo
 
     texts = dict(symptom="s", cause="c", does="d", retires=Retirement(when="never"), evidence="e")
@@ -71,9 +70,9 @@ PATCHES = """
             Rebind(module="fakeuser.other", name="VALUE", make=make_other)), **texts),
         Patch(id="old", ranges={"fakerun": "<2"}, targets=(), **texts),
     ]
-    if os.environ.get("FAKE_BEFORE"):
-        FLAG = Before(name="fakerun.FLAG", do=before)
-        PATCHES.append(Patch(id="before", ranges=USER, targets=(FLAG,), **texts))
+    if os.environ.get("FAKE_LOAN"):
+        LOAN = Lend(module="fakeuser.borrower", name="fakerun.core.old_name", do=lend)
+        PATCHES.append(Patch(id="loan", ranges=USER, targets=(LOAN,), **texts))
     SET = PatchSet(
         name="fakeuser",
         consumer=Package(module="fakeuser", distributions=("fakeuser",), supported=">=0.3,<0.4"),
@@ -101,6 +100,7 @@ class World:
         self.write("fakeuser/__init__.py", "")
         self.write("fakeuser/gen.py", GEN)
         self.write("fakeuser/other.py", "VALUE = 'plain'")
+        self.write("fakeuser/borrower.py", "from fakerun.core import old_name\nimport fakeuser.gen")
         self.write("fakepatches/__init__.py", PATCHES)
         self.install("fakerun", "2.1.0")
         self.install("fakeuser", "0.3.0")

@@ -275,29 +275,64 @@ def test_failing_change_takes_everything_back(check: Check, ambient: None) -> No
     assert "left unpatched: generate: fakeuser.other.VALUE could not be replaced: ValueError" in lines[1]
 
 
-def test_before(check: Check) -> None:
-    code = """
-    import sys, vllm_compat
-    assert "fakerun" not in sys.modules
-    import fakeuser, fakerun
-    assert fakerun.FLAG == "set"
+LENT = """
+    import fakerun.core, sys
+    import fakeuser.borrower
+    assert fakeuser.borrower.old_name == "lent"
+    assert not hasattr(fakerun.core, "old_name")
+    import vllm_compat
+    assert [each["target"] for each in vllm_compat.status()["patches"] if each["patch"] == "loan"] == [
+        "fakerun.core.old_name"
+    ]
     vllm_compat.require()
-    vllm_compat.deactivate()
-    assert fakerun.FLAG is None
     """
-    check(code, FAKE_BEFORE="1")
-    early = """
-    import fakeuser.gen
-    try: import vllm_compat
-    except RuntimeError as error:
-        assert type(error).__name__ == "PatchError"
-        assert "modules are already here: fakeuser, fakeuser.gen" in str(error), error
+
+
+def test_a_name_is_lent_for_one_import_and_taken_back(world, check: Check, ambient: None) -> None:
+    with_loan = {"FAKE_LOAN": "1"}
+    assert "cannot import name 'old_name'" in world.run("import fakeuser.borrower").stderr
+    check("import vllm_compat", LENT, **with_loan)
+    check(AMBIENT, LENT, **with_loan)
+    # Late, and once more: the consumer's other modules are here, this one is imported now, and again.
+    check("import fakeuser.gen, vllm_compat", LENT, "del sys.modules['fakeuser.borrower']", LENT, **with_loan)
+    undone = """
+    import fakeuser.borrower, fakerun.core, sys, vllm_compat
+    vllm_compat.deactivate()
+    assert vllm_compat.status()["patches"] == []
+    del sys.modules["fakeuser.borrower"]
+    try: import fakeuser.borrower
+    except ImportError: assert not hasattr(fakerun.core, "old_name")
     else: assert False
     """
-    check(early, FAKE_BEFORE="1")
-    assert "before: fakerun.FLAG failed: ValueError: broken before" in check(
-        REFUSED, FAKE_BEFORE="1", FAKE_BREAK_BEFORE="1"
-    )
+    check("import vllm_compat", undone, **with_loan)
+
+
+def test_a_loan_ends_also_where_the_import_fails(world, check: Check) -> None:
+    world.write("fakeuser/borrower.py", "from fakerun.core import old_name\n1/0")
+    code = """
+    import fakerun.core, vllm_compat
+    try: import fakeuser.borrower
+    except ZeroDivisionError: assert not hasattr(fakerun.core, "old_name")
+    else: assert False
+    """
+    check(code, FAKE_LOAN="1")
+
+
+def test_a_loan_that_cannot_be_made(world, check: Check, ambient: None) -> None:
+    broken = {"FAKE_LOAN": "1", "FAKE_BREAK_LOAN": "1"}
+    code = """
+    import vllm_compat, fakeuser.gen, fakerun.core
+    for _ in range(2):
+        try: import fakeuser.borrower
+        except vllm_compat.PatchError as error:
+            assert "loan: fakerun.core.old_name could not be lent: ValueError: broken loan" in str(error)
+        else: assert False
+        assert fakeuser.gen.start is fakerun.core.start
+    """
+    check(code, **broken)
+    said = world.run(AMBIENT, "    import fakeuser.borrower", **broken).stderr
+    assert "left unpatched: loan: fakerun.core.old_name could not be lent: ValueError: broken loan" in said
+    assert "cannot import name 'old_name'" in said
 
 
 def test_no_patches_installed_is_said(world, check: Check) -> None:
