@@ -27,14 +27,6 @@ KNOWN_BAD = (
         symptom="speculators 0.4 imports what vLLM has from 0.12 on only",
         advice="install vLLM 0.12 or newer, or speculators 0.3.0",
     ),
-    KnownBad(
-        ranges={"speculators": ">=0.3.0,<0.4", "transformers": ">=5"},
-        symptom=(
-            "speculators does not import (PydanticUndefinedAnnotation: name 'torch' is not defined; from transformers "
-            "5.24 on also: No module named 'transformers.modeling_attn_mask_utils')"
-        ),
-        advice="install transformers 4: pip install 'transformers>=4.56,<5'",
-    ),
 )
 
 OPTIONS = (
