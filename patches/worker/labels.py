@@ -1,7 +1,13 @@
-"""Which rows of a step belong to which request: the model runner's own view of its batch."""
+"""Which rows of a step belong to which request: the model runner's own view of its batch.
+
+vLLM has two model runners. V1 (``vllm/v1/worker/gpu_model_runner.py``) keeps one ``input_batch`` for all steps. V2
+(``vllm/v1/worker/gpu/model_runner.py``, the default of more and more models from vLLM 0.22 on) makes a batch for each
+step, sorted by the number of tokens, and keeps it in ``execute_model_state`` until ``sample_tokens``.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 
@@ -13,42 +19,75 @@ class Label(NamedTuple):
     count: int
 
 
+V2_BATCH = ("req_ids", "query_start_loc_np", "positions")
+
+
 def check_runner(runner: Any) -> None:
     """Raises ValueError: the batch of this model runner is not one that ``step_labels`` understands."""
-    batch = getattr(runner, "input_batch", None)
-    if batch is None or not hasattr(batch, "req_ids") or not hasattr(batch, "num_computed_tokens_cpu"):
+    if not _is_v1(runner) and not _is_v2(runner):
         raise ValueError(
             f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
-            "req_ids; its order of rows is unknown. If this is Model Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
+            "req_ids, and no execute_model_state that holds one; its order of rows is unknown. If this is Model Runner "
+            "V2, set VLLM_USE_V2_MODEL_RUNNER=0."
         )
+
+
+def _is_v1(runner: Any) -> bool:
+    batch = getattr(runner, "input_batch", None)
+    return hasattr(batch, "req_ids") and hasattr(batch, "num_computed_tokens_cpu")
+
+
+def _is_v2(runner: Any) -> bool:
+    """Its state is empty between steps, so the class of the state and that of its batch must tell."""
+    modules = [sys.modules[each.__module__] for each in type(runner).__mro__]
+    state = next((module.ExecuteModelState for module in modules if hasattr(module, "ExecuteModelState")), None)
+    batch = getattr(state, "__annotations__", {}).get("input_batch")
+    return all(name in getattr(batch, "__annotations__", {}) for name in V2_BATCH)
 
 
 def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
     """Labels of the step that ``runner.execute_model`` has just run (before ``sample_tokens``).
 
-    The order is the runner's: it may differ from the scheduler's, because new requests take the slots of finished ones
-    and attention backends reorder. The position is checked against what the scheduler sent.
+    The order is the runner's: it may differ from the scheduler's, because new requests take the slots of finished ones,
+    attention backends reorder, and V2 sorts. The position is checked against what the scheduler sent.
 
     Raises:
         RuntimeError: the two disagree.
     """
-    batch = runner.input_batch
     scheduled = scheduler_output.num_scheduled_tokens
-    ids = list(batch.req_ids[: batch.num_reqs])
-    if set(ids) != set(scheduled):
-        raise RuntimeError(f"vllm_compat: the batch holds {sorted(ids)}, the scheduler sent {sorted(scheduled)}")
-    labels = [
-        Label(request_id, int(batch.num_computed_tokens_cpu[index]), scheduled[request_id])
-        for index, request_id in enumerate(ids)
-    ]
+    labels = _v1_labels(runner.input_batch, scheduled) if _is_v1(runner) else _v2_labels(runner.execute_model_state)
+    ids = sorted(label.request_id for label in labels)
+    if ids != sorted(scheduled):
+        raise RuntimeError(f"vllm_compat: the batch holds {ids}, the scheduler sent {sorted(scheduled)}")
     sent = _positions_sent(scheduler_output)
-    for label in labels:
-        if label.position != sent[label.request_id]:
+    for name, position, count in labels:
+        if position != sent[name] or count != scheduled[name]:
             raise RuntimeError(
-                f"vllm_compat: request {label.request_id}: the model runner is at token {label.position}, the "
-                f"scheduler sent token {sent[label.request_id]}"
+                f"vllm_compat: request {name}: the model runner is at token {position} and computed {count}, the "
+                f"scheduler sent token {sent[name]} and {scheduled[name]} to compute"
             )
     return labels
+
+
+def _v1_labels(batch: Any, scheduled: dict[str, int]) -> list[Label]:
+    return [
+        Label(request_id, int(batch.num_computed_tokens_cpu[index]), scheduled.get(request_id, 0))
+        for index, request_id in enumerate(batch.req_ids[: batch.num_reqs])
+    ]
+
+
+def _v2_labels(state: Any) -> list[Label]:
+    """``positions`` is what the model's forward was given, on the device; the batch's other counts are the scheduler's.
+
+    Behind the rows of the last request there may be padding.
+    """
+    batch = state.input_batch
+    starts = batch.query_start_loc_np[: len(batch.req_ids) + 1].tolist()
+    positions = batch.positions[starts[:-1]].tolist()
+    return [
+        Label(request_id, position, end - start)
+        for request_id, position, start, end in zip(batch.req_ids, positions, starts, starts[1:], strict=False)
+    ]
 
 
 def _positions_sent(scheduler_output: Any) -> dict[str, int]:
