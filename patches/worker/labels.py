@@ -38,11 +38,12 @@ def _is_v1(runner: Any) -> bool:
 
 
 def _is_v2(runner: Any) -> bool:
-    """Its state is empty between steps, so the class of the state and that of its batch must tell."""
-    modules = [sys.modules[each.__module__] for each in type(runner).__mro__]
-    state = next((module.ExecuteModelState for module in modules if hasattr(module, "ExecuteModelState")), None)
-    batch = getattr(state, "__annotations__", {}).get("input_batch")
-    return all(name in getattr(batch, "__annotations__", {}) for name in V2_BATCH)
+    """Its state is empty between steps, so the classes beside the runner's must tell."""
+    for module in (sys.modules[each.__module__] for each in type(runner).__mro__):
+        if "input_batch" in getattr(getattr(module, "ExecuteModelState", None), "_fields", ()):
+            fields = getattr(getattr(module, "InputBatch", None), "__dataclass_fields__", ())
+            return all(name in fields for name in V2_BATCH)
+    return False
 
 
 def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
