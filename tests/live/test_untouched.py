@@ -8,14 +8,29 @@ import sys
 from pathlib import Path
 
 SCRIPT = '''
-import json, os, sys, types
+import ast, importlib, importlib.util, json, os, pathlib, sys, types
+
+CONSUMER = "speculators.data_generation.vllm_hidden_states_generator"
+
+
+def imported():
+    """What the consumer's module imports, by its own names, without importing the consumer."""
+    package = importlib.util.find_spec("speculators").submodule_search_locations[0]
+    found = {}
+    for node in ast.walk(ast.parse(pathlib.Path(package, *CONSUMER.split(".")[1:]).with_suffix(".py").read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name: importlib.import_module(each.name) for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            module = importlib.import_module(node.module)
+            found |= {each.asname or each.name: getattr(module, each.name, None) for each in node.names}
+    return found
 
 
 def attributes():
     """Every name in every loaded module of vLLM and in every class defined there -> the object itself."""
     found = {}
     for name, module in sorted(sys.modules.items()):
-        if name.partition(".")[0] != "vllm" or not isinstance(module, types.ModuleType):
+        if name.partition(".")[0] not in ("vllm", "transformers") or not isinstance(module, types.ModuleType):
             continue
         for key, value in vars(module).items():
             found[f"{name}:{key}"] = value
@@ -36,15 +51,20 @@ def changed(before, after, only=None):
 
 
 if __name__ == "__main__":
-    os.environ["VLLM_COMPAT"] = "0"  # the start-up file would patch at once
-    import speculators.data_generation.vllm_hidden_states_generator as consumer
-    del os.environ["VLLM_COMPAT"]
-    originals = dict(vars(consumer))
-    before = attributes()
+    # vLLM, and what is lent for the consumer's import; the start-up file waits for the consumer.
+    import transformers.configuration_utils
+    originals = imported()
+    before, there = attributes(), set(sys.modules)
     import vllm_compat
-    vllm_compat.activate()  # late: what vLLM has loaded by now is all there to be touched
+    consumer = importlib.import_module(CONSUMER)
+    after = attributes()
     patched = sorted(key for key, value in originals.items() if vars(consumer)[key] is not value)
-    activation = changed(before, attributes())
+    activation = changed(before, after)
+    # Nothing that was lent stays. (Submodules that the consumer is the first to import are attributes of packages.)
+    added = sorted(
+        name for name in after.keys() - before.keys()
+        if name.partition(":")[0] in there and not isinstance(after[name], types.ModuleType)
+    )
 
     callables = (types.FunctionType, type, classmethod, staticmethod, property)
     before = attributes()
@@ -54,9 +74,11 @@ if __name__ == "__main__":
     extraction = changed(before, attributes(), only=callables)
     generator.executor.shutdown()
     vllm_compat.deactivate()
-    left = sorted(key for key, value in originals.items() if vars(consumer)[key] is not value)
+    left = sorted(
+        key for key, value in originals.items() if vars(consumer)[key] is not value and value is not None
+    )
     print("RESULT " + json.dumps({"looked_at": len(before), "patched": patched, "activation": activation,
-                                  "extraction": extraction, "left": left}))
+                                  "added": added, "extraction": extraction, "left": left}))
 '''
 
 
@@ -70,5 +92,6 @@ def test_vllm_is_the_same_before_and_after_by_identity(model: Path, tmp_path: Pa
     assert result["looked_at"] > 10_000
     assert {"Request", "Scheduler", "MultiprocExecutor", "CacheConfig", "torch"} <= set(result["patched"])
     assert result["activation"] == []
+    assert result["added"] == []
     assert result["extraction"] == []
     assert result["left"] == []
