@@ -40,6 +40,8 @@ def capturing_executor(original: type) -> type:
 
         def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
             super().initialize_from_config(kv_cache_configs)
+            if hasattr(self, "compile_or_warm_up_model"):  # no longer part of it from vLLM 0.27 on
+                self.compile_or_warm_up_model()
             self.collective_rpc("_vllm_compat_check_model")  # vLLM's warm-up has run the model once
 
         def _call_description(self) -> dict[str, Any]:

@@ -36,8 +36,12 @@ def scheduler_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    workers_choose = "user_specified_block_size" in getattr(original, "__dataclass_fields__", {})
+
     @functools.wraps(original, updated=())
     def make(**kwargs: Any) -> Any:
+        if workers_choose:  # vLLM 0.18; a size that is asked for, the consumer's 16, some attention kernels refuse
+            kwargs.pop("block_size", None)
         # A hit in the prefix cache makes vLLM skip those tokens: their rows would never be computed.
         return original(**{**kwargs, "enable_prefix_caching": False})
 
@@ -61,7 +65,8 @@ PATCH = Patch(
     ),
     symptom=(
         "pydantic ValidationError: 1 validation error for SchedulerConfig / is_encoder_decoder / Field required; "
-        "without an error: rows missing after a prefix-cache hit, rows cut at the step budget"
+        "ValueError: No common block size for 16 (CPU from 0.29 on, MLA); without an error: rows missing after a "
+        "prefix-cache hit, rows cut at the step budget"
     ),
     cause=(
         "vLLM 0.12 made is_encoder_decoder required and turned prefix caching on by default; 0.11.1 turned chunked "
@@ -69,8 +74,8 @@ PATCH = Patch(
     ),
     does=(
         "Passes is_encoder_decoder=False, enable_prefix_caching=False, async_scheduling=False and "
-        "enable_chunked_prefill=False where the release has the setting. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of "
-        "one step (device memory) and turns chunked prefill on."
+        "enable_chunked_prefill=False where the release has the setting; lets the workers choose the block size where "
+        "they can. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of one step (device memory) and turns chunked prefill on."
     ),
     retires=RETIRES,
     evidence="engine-configuration",

@@ -64,7 +64,7 @@ def whole_prompt_scheduler(original: type) -> type:
 PATCH = Patch(
     id="prefill-bookkeeping",
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
-    after=("scheduler-construction",),
+    after=("scheduler-construction", "scheduler-block-sizes"),
     needs=("call-boundary",),
     targets=(Rebind(module=GENERATOR, name="Scheduler", make=whole_prompt_scheduler),),
     shapes=(

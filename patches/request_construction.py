@@ -40,7 +40,9 @@ def _block_hasher() -> Callable[[Any], list[Any]] | None:
     hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
     if not hasattr(kv_cache_utils, "NONE_HASH"):  # an engine in this process has its own: leave that one alone
         kv_cache_utils.init_none_hash(hash_function)
-    return kv_cache_utils.get_request_block_hasher(generator.scheduler.block_size, hash_function)
+    return kv_cache_utils.get_request_block_hasher(
+        getattr(generator.scheduler, "hash_block_size", generator.scheduler.block_size), hash_function
+    )
 
 
 PATCH = Patch(
@@ -56,7 +58,7 @@ PATCH = Patch(
         Shape(
             module="vllm.v1.core.kv_cache_utils",
             symbol="get_request_block_hasher",
-            parameters=("block_size", "caching_hash_fn"),
+            parameters=("caching_hash_fn",),  # the first one, block_size, became hash_block_size
         ),
     ),
     symptom=(

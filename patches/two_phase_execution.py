@@ -33,7 +33,7 @@ def two_phase_executor(original: type) -> type:
 PATCH = Patch(
     id="two-phase-execution",
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.1"},
-    after=("workers", "kv-cache-planning"),
+    after=("workers", "kv-cache-layout"),
     needs=("call-boundary",),
     targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=two_phase_executor),),
     shapes=(

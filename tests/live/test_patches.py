@@ -26,16 +26,21 @@ PATCHES = {patch.id: patch for patch in SPECULATORS.patches if patch.id in plan(
 
 # Of each patch; where it depends on the release, from old to new.
 SYMPTOMS = {
+    "transformers-5": "PydanticUndefinedAnnotation: name 'torch' is not defined",
+    "transformers-5-masks": "No module named 'transformers.modeling_attn_mask_utils'",
     "call-boundary": "needs call-boundary",
     "tokenizer": "custom code which must be executed to correctly load",
     "engine-configuration": r"a step has 8192 tokens|is_encoder_decoder\n\s+Field required",
     "scheduler-construction": "missing 1 required positional argument: 'block_size'",
+    "scheduler-block-sizes": "missing 1 required positional argument: 'block_size'",
     "prefill-bookkeeping": r"prompt \d \(request \w+\): expected 138 rows, got \d+",
     "request-construction": "cache_full_blocks|unexpected keyword argument 'eos_token_id'",
     "capture": "needs capture",
     "workers": "0 proven workers",
     "devices": "Torch not compiled with CUDA enabled|Found no NVIDIA driver|no NVIDIA GPU",
     "kv-cache-planning": "unexpected keyword argument 'kv_cache_specs'",
+    "kv-cache-planning-moved": "cannot import name '_get_kv_cache_groups_uniform_spec'",
+    "kv-cache-layout": "KV cache layout has not been resolved yet",
     "two-phase-execution": "sample_tokens.. must be called after execute_model.. returns None",
     "hand-over": "2 replies held tensors",
     "reply-shape": "Boolean value of Tensor with more than one value is ambiguous",
