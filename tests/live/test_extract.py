@@ -134,32 +134,3 @@ def _children(pid: int) -> Sequence[int]:
             for child in map(int, tasks.read_text().split()):
                 found += [child, *_children(child)]
     return found
-
-
-def test_bad_lines_and_a_full_disk_are_told_before_a_model_is_loaded(world: Path, active: None) -> None:
-    bad = world / "bad.jsonl"
-    bad.write_text((world / "chats.jsonl").read_text() + '{"conversations": [{"from": "human", "value": null}]}\n')
-    asked = command(world, "none")
-    asked[asked.index("--train-data-path") + 1] = str(bad)
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1
-    assert (
-        f"{bad}, line {SAMPLES + 1}: turn 1: 'value' is nothing (null), expected a text"
-        in json.loads(done.stdout)["error"]
-    )
-
-
-def test_a_data_set_on_disk_gives_the_same_prompts(world: Path, whole: dict[str, Any]) -> None:
-    """Also under the name that UltraChat gives to conversations. Nothing is loaded: `--dry-run`."""
-    code = (
-        f"import datasets; d = datasets.load_dataset('json', data_files={str(world / 'chats.jsonl')!r}, split='train');"
-        f"d.rename_column('conversations', 'messages').save_to_disk({str(world / 'on_disk')!r})"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
-    asked = command(world, "whole", "--dry-run")
-    asked[asked.index("--train-data-path") + 1] = str(world / "on_disk")
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    planned = json.loads(done.stdout)
-    # Against the folder that was written from the JSON file: `request` has the checksum of all ids and masks.
-    assert (planned["outcome"], planned["files_before"]) == ("planned", SAMPLES)

@@ -67,9 +67,7 @@ def load_samples(settings: Settings, *, known_token_freq: str | None = None) -> 
     # v0.3.0 leaves a file that is there as it is, whatever data it was counted from.
     counted = target if kept else target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with _raw_dataset_is(preprocessing, raw):
-            # Turn dropout draws from Python's global source, which the consumer never seeds.
-            random.seed(settings.seed)
+        with _lent(preprocessing, raw, settings.seed):
             try:
                 rows, _tokenizer = preprocessing.load_and_preprocess_dataset(
                     target_model_path=settings.target_model_path,
@@ -146,13 +144,18 @@ def _from_disk(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _raw_dataset_is(preprocessing: Any, raw: Any) -> Iterator[None]:
-    original = preprocessing.load_raw_dataset
-    preprocessing.load_raw_dataset = lambda *args, **kwargs: raw
+def _lent(preprocessing: Any, raw: Any, seed: int) -> Iterator[None]:
+    """Two of the module's names, for a while: where raw data come from, and what turn dropout draws from.
+
+    It draws from Python's global source, which nobody seeds and Python itself seeds anew in each forked process, so a
+    resumed run would have other prompts.
+    """
+    load, source = preprocessing.load_raw_dataset, preprocessing.random
+    preprocessing.load_raw_dataset, preprocessing.random = (lambda *args, **kwargs: raw), random.Random(seed)
     try:
         yield
     finally:
-        preprocessing.load_raw_dataset = original
+        preprocessing.load_raw_dataset, preprocessing.random = load, source
 
 
 def describe(rows: Any, tables: Any, seq_length: int) -> Samples:

@@ -25,9 +25,7 @@ class Places:
         if self.ray is not None:
             from vllm_compat.extraction import ray_cluster
 
-            return ray_cluster.replicas(
-                len(self.environments), settings, address=self.ray, max_restarts=self.max_restarts
-            )
+            return ray_cluster.replicas(len(self.environments), settings, max_restarts=self.max_restarts)
         from vllm_compat.extraction.processes import ProcessReplica
 
         return [
@@ -37,9 +35,15 @@ class Places:
 
 
 def divide(settings: Settings) -> Places:
-    """Give each replica devices of its own. Raises ValueError if there are too few."""
+    """Give each replica devices of its own.
+
+    Raises ValueError if there are too few, CompatError without the Ray cluster that is asked for.
+    """
     count, size = settings.data_parallel, settings.tensor_parallel_size
     if settings.ray is not None:  # Ray gives them
+        from vllm_compat.extraction import ray_cluster
+
+        ray_cluster.join(settings.ray, verbose=settings.verbose)
         return Places(size or 1, ({},) * count, settings.ray, settings.max_restarts)
     variable, devices = visible()
     if variable is None:  # the CPU, which all replicas share

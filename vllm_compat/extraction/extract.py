@@ -109,6 +109,7 @@ class _Run:
                     tick=lambda: None,
                 )
                 self._stop.gentle = False
+                self._progress.close()
                 extracting = self._progress.seconds if self._facts else 0.0
                 report.seconds["loading"] = time.perf_counter() - begin - extracting
                 report.seconds["extracting"] = extracting

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -71,8 +72,12 @@ class OutputFolder:
         """Compare files and records; changes nothing."""
         if not self.path.is_dir():
             return Scan()
+        from tqdm import tqdm
+
         self._records = read_records(self.path)
-        return scan(self.path, self._records, self.names(samples), contents=contents)
+        total = sum(record.bytes for record in self._records.values())
+        with tqdm(total=total, desc="checking files", unit="B", unit_scale=True, delay=2, file=sys.stderr) as bar:
+            return scan(self.path, self._records, self.names(samples), contents=contents, tell=bar.update)
 
     def work(self, found: Scan, samples: int) -> Work:
         there = {record.sample: record.sha256 for record in found.good.values()}

@@ -21,6 +21,7 @@ class Progress:
         self._replicas = 0
         self._begin = self._last = time.perf_counter()
         self._bar: Any = None
+        self._closed = False
 
     def replica_ready(self) -> None:
         self._there_until_now()
@@ -51,11 +52,15 @@ class Progress:
             self._bar.update(result.tokens)
 
     def close(self) -> None:
+        """The clock stands still from now on."""
         self._there_until_now()
+        self._closed = True
         if self._bar is not None:
             self._bar.close()
 
     def _there_until_now(self) -> None:
+        if self._closed:
+            return
         now = time.perf_counter()
         self._there += self._replicas * (now - self._last)
         self._last = now

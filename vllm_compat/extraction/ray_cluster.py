@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_compat.extraction.replica import Facts, Replica, ReplicaSettings
 from vllm_compat.extraction.streams import say
 
 PASSED_ON = ("VLLM_", "HF_", "OMP_", "NCCL_", "TOKENIZERS_")  # variables of the environment that replicas are given
+ANSWERS_WITHIN = 10.0  # seconds
 PATIENCE = 30.0  # seconds that an actor may take to end
 
 
@@ -131,8 +133,8 @@ def _pass_on(done: Future[Any], answer: Future[Any]) -> None:
         answer.set_exception(cause if isinstance(cause, BaseException) else error)
 
 
-def replicas(count: int, settings: ReplicaSettings, *, address: str, max_restarts: int) -> list[RayReplica]:
-    """Join the cluster. Raises CompatError without Ray or without a cluster at that address."""
+def join(address: str, *, verbose: bool) -> None:
+    """Join the cluster, unless this process has. Raises CompatError without Ray, or if none answers at that address."""
     from vllm_compat.errors import CompatError
 
     try:
@@ -141,12 +143,21 @@ def replicas(count: int, settings: ReplicaSettings, *, address: str, max_restart
         raise CompatError("--ray needs Ray on every machine: pip install 'vllm-compat[ray]'") from None
     if not ray.is_initialized():
         try:
-            ray.init(address=address, log_to_driver=settings.verbose, logging_level="WARNING")
-        except ConnectionError as error:
+            host, _, port = address.rpartition(":")
+            if host and port.isdigit() and "/" not in host:  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), timeout=ANSWERS_WITHIN).close()
+            ray.init(address=address, log_to_driver=verbose, logging_level="WARNING")
+        except OSError as error:  # a ConnectionError is one
             raise CompatError(
                 f"--ray {address}: no Ray cluster answers ({error}). Start one with `ray start --head`, join it with "
                 "`ray start --address HEAD:6379` on each machine, or name its address"
             ) from None
+
+
+def replicas(count: int, settings: ReplicaSettings, *, max_restarts: int) -> list[RayReplica]:
+    """Of the cluster that was joined."""
+    import ray
+
     bundle = bundle_of(settings.tensor_parallel_size, ray.cluster_resources())
     _say_what_there_is(ray, count, bundle)
     return [RayReplica(number, settings, bundle, max_restarts=max_restarts) for number in range(count)]

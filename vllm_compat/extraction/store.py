@@ -74,9 +74,11 @@ def write_atomic(path: Path, write: Callable[[Sink], object]) -> tuple[int, str]
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # "No space left on device" alone does not say which
         raise
     return sink.bytes, sink.sha256
 
