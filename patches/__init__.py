@@ -15,6 +15,8 @@ from vllm_compat.patches import (
     input_order,
     kv_cache_layout,
     kv_cache_planning,
+    model,
+    model_plan,
     prefill_bookkeeping,
     preflight,
     reply_by_request,
@@ -55,6 +57,7 @@ SPECULATORS = PatchSet(
         call_boundary.PATCH,
         tokenizer.PATCH,
         engine_configuration.PATCH,
+        model.PATCH,
         scheduler_construction.PATCH,
         scheduler_construction.HASHING_PATCH,
         prefill_bookkeeping.PATCH,
@@ -74,4 +77,5 @@ SPECULATORS = PatchSet(
     known_bad=preflight.KNOWN_BAD,
     checks=preflight.CHECKS,
     options=preflight.OPTIONS,
+    questions=(model_plan.QUESTION,),
 )

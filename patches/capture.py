@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 from vllm_compat.errors import CompatError
 from vllm_compat.patches._generator import STATE, current_generator
-from vllm_compat.patches._names import ANNOUNCE, CONSUMER, CONSUMER_EXTENSION, GENERATOR, OUR_EXTENSION, RESET, RETIRES
+from vllm_compat.patches._names import (
+    ANNOUNCE,
+    CONSUMER,
+    CONSUMER_EXTENSION,
+    FETCH,
+    GENERATOR,
+    OUR_EXTENSION,
+    RESET,
+    RETIRES,
+)
 from vllm_compat.registry import Patch, Rebind, Shape
 
 NONFINITE = "VLLM_COMPAT_NONFINITE"
@@ -30,19 +40,27 @@ def parallel_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def capturing_executor(original: type) -> type:
     class CapturingExecutor(original):  # type: ignore[valid-type, misc]
         understands_descriptions = False
+        _streams_checked = False
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             if method == ANNOUNCE:  # the workers' labels come from their own batch
                 return [None] * self.world_size
             if method == RESET:  # all requests of the call have been added, none is scheduled
                 kwargs["args"] = (self._call_description(),)
+            if method == FETCH and not self._streams_checked:
+                self._check_streams()
             return super().collective_rpc(method, *args, **kwargs)
 
         def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
             super().initialize_from_config(kv_cache_configs)
             if hasattr(self, "compile_or_warm_up_model"):  # no longer part of it from vLLM 0.27 on
                 self.compile_or_warm_up_model()
-            self.collective_rpc("_vllm_compat_check_model")  # vLLM's warm-up has run the model once
+            self._check_streams()  # vLLM's warm-up has run the model once
+
+        def _check_streams(self) -> None:
+            samples = self.collective_rpc("_vllm_compat_check_model")
+            check_whole_streams(samples)
+            self._streams_checked = all(samples)
 
         def _call_description(self) -> dict[str, Any]:
             """What the workers need to know of a call: each request's rows, in the order of submission."""
@@ -64,6 +82,26 @@ def capturing_executor(original: type) -> type:
             }
 
     return CapturingExecutor
+
+
+def check_whole_streams(samples: list[list[float]]) -> None:
+    """Every rank of a tensor-parallel group must hold the whole residual stream, as rank 0 does whose rows are kept.
+
+    Args:
+        samples: values of one row, as each rank has it.
+
+    Raises:
+        CompatError: they differ: the ranks hold parts of a sum (``reduce_results=False``), or other rows.
+    """
+    for rank, sample in enumerate(samples[1:], start=1):
+        # All ranks get one sum from one all-reduce, so they differ by its order of addition at most; parts of a sum
+        # differ by their whole length. What is not finite says nothing.
+        pairs = [pair for pair in zip(samples[0], sample, strict=True) if all(map(math.isfinite, pair))]
+        if math.hypot(*(a - b for a, b in pairs)) > 0.05 * math.hypot(*(a for a, _ in pairs)):
+            raise CompatError(
+                f"vllm_compat: tensor-parallel rank {rank} holds another residual stream than rank 0 after the last "
+                "decoder layer: each has a part of it, and rows of one rank would be wrong. Use tensor_parallel_size=1."
+            )
 
 
 def nonfinite_policy() -> str:

@@ -48,12 +48,26 @@ def cache_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def make(**kwargs: Any) -> Any:
+        model, cache = kwargs["model_config"], kwargs["cache_config"]
+        # As vLLM's own engine does (EngineArgs.create_engine_config, vllm/engine/arg_utils.py). Models with two kinds
+        # of layers set the window themselves; all others read it here, and without it attend to the whole prompt.
+        if len(set(getattr(model.hf_text_config, "layer_types", None) or ())) <= 1:
+            cache.sliding_window = model.get_sliding_window()
+        return original(**kwargs)
+
+    return make
+
+
 PATCH = Patch(
     id="engine-configuration",
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     targets=(
         Rebind(module=GENERATOR, name="SchedulerConfig", make=scheduler_config),
         Rebind(module=GENERATOR, name="CacheConfig", make=cache_config),
+        Rebind(module=GENERATOR, name="VllmConfig", make=vllm_config),
     ),
     shapes=(
         Shape(
@@ -61,21 +75,24 @@ PATCH = Patch(
             symbol="SchedulerConfig",
             fields=("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "async_scheduling"),
         ),
-        Shape(module="vllm.config.cache", symbol="CacheConfig", fields=("enable_prefix_caching",)),
+        Shape(module="vllm.config.cache", symbol="CacheConfig", fields=("enable_prefix_caching", "sliding_window")),
+        Shape(module="vllm.config.model", symbol="ModelConfig.get_sliding_window"),
     ),
     symptom=(
         "pydantic ValidationError: 1 validation error for SchedulerConfig / is_encoder_decoder / Field required; "
         "ValueError: No common block size for 16 (CPU from 0.29 on, MLA); without an error: rows missing after a "
-        "prefix-cache hit, rows cut at the step budget"
+        "prefix-cache hit, rows cut at the step budget, rows that attend beyond the sliding window (Mistral, Phi-3)"
     ),
     cause=(
         "vLLM 0.12 made is_encoder_decoder required and turned prefix caching on by default; 0.11.1 turned chunked "
-        "prefill on; 0.14 asynchronous scheduling (vllm/config/scheduler.py, cache.py)"
+        "prefill on; 0.14 asynchronous scheduling (vllm/config/scheduler.py, cache.py). Since 0.11.0 vLLM's engine "
+        "sets the window of models whose layers all slide in CacheConfig, and the consumer leaves it out"
     ),
     does=(
         "Passes is_encoder_decoder=False, enable_prefix_caching=False, async_scheduling=False and "
-        "enable_chunked_prefill=False where the release has the setting; lets the workers choose the block size where "
-        "they can. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of one step (device memory) and turns chunked prefill on."
+        "enable_chunked_prefill=False where the release has the setting, and the model's sliding window; lets the "
+        "workers choose the block size where they can. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of one step (device "
+        "memory) and turns chunked prefill on."
     ),
     retires=RETIRES,
     evidence="engine-configuration",

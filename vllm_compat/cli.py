@@ -20,6 +20,7 @@ from typing import Any
 from vllm_compat import __version__
 from vllm_compat.errors import CompatError
 from vllm_compat.plan import plans
+from vllm_compat.questions import ask
 from vllm_compat.registry import Patch, PatchSet, discover
 
 SCHEMA = 1
@@ -51,6 +52,11 @@ def _parser(given: str) -> argparse.ArgumentParser:
     command = commands.add_parser("plan", help="which patches apply here, which do not, and why")
     command.add_argument("--json", action="store_true", help="one JSON object")
     command.add_argument("--target", type=Path, metavar="DIR", help="judge this site-packages folder instead")
+    if given == "plan":
+        for question in (question for each in discover() for question in each.questions):
+            command.add_argument(
+                f"--{question.name}", dest=f"question:{question.name}", metavar=question.metavar, help=question.help
+            )
     command.set_defaults(run=_plan)
     command = commands.add_parser("list", help="all patches")
     command.add_argument("--json", action="store_true", help="one JSON object")
@@ -98,6 +104,11 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         )
 
 
+def _named(arguments: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The options that patch sets brought, by their own names."""
+    return {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+
+
 def _no_folder(target: Path | None) -> bool:
     if target is None or target.is_dir():
         return False
@@ -110,8 +121,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     if _no_folder(arguments.target):
         return 2
-    options = {name.partition(":")[2]: value for name, value in vars(arguments).items() if name.startswith("option:")}
-    found = diagnose(target=arguments.target, options=options)
+    found = diagnose(target=arguments.target, options=_named(arguments, "option:"))
     if arguments.json:
         _print_json(found.as_dict())
     else:
@@ -138,11 +148,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     if _no_folder(target):
         return 2
     found = plans(target=target)
+    asked = _named(arguments, "question:")
+    answers = list(ask(discover(), found, target, asked)) if any(asked.values()) else []
+    ok = bool(found) and all(each.ok for each in found) and all(each.ok for each in answers)
     if arguments.json:
-        _print_json({"plans": [each.as_dict() for each in found], "ok": bool(found) and all(p.ok for p in found)})
+        answered = {"answers": [each.as_dict() for each in answers]} if answers else {}
+        _print_json({"plans": [each.as_dict() for each in found], **answered, "ok": ok})
     else:
-        print("\n\n".join(each.as_text() for each in found) or "no patches are installed")
-    return 0 if found and all(each.ok for each in found) else 1
+        texts = [*(each.as_text() for each in found), *(each.as_text() for each in answers)]
+        print("\n\n".join(texts) or "no patches are installed")
+    return 0 if ok else 1
 
 
 def _list(arguments: argparse.Namespace) -> int:

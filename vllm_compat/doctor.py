@@ -23,7 +23,8 @@ from vllm_compat import __version__
 from vllm_compat.decisions import Plan, columns
 from vllm_compat.discovery import entry_points
 from vllm_compat.judge import decide
-from vllm_compat.registry import Finding, PatchSet, Surroundings, discover
+from vllm_compat.questions import surroundings
+from vllm_compat.registry import Finding, PatchSet, discover
 from vllm_compat.routes import Route, routes
 from vllm_compat.versions import matches, ranges
 
@@ -103,12 +104,10 @@ def _of_set(
     for finding in _pins(plan, target):
         yield "packages", finding
     given = {**{option.name: option.default for option in patch_set.options}, **options}
-    versions = {each.module: each.version for each in plan.packages}
-    path = tuple(sys.path) if target is None else (str(target),)
-    surroundings = Surroundings(environ=os.environ, versions=versions, options=given, path=path)
+    here = surroundings(plan, target, given)
     for check in patch_set.checks:
         try:
-            for finding in check.run(surroundings):
+            for finding in check.run(here):
                 yield check.name, finding
         except Exception as error:  # noqa: BLE001  # one that fails says nothing about the others
             text = f"could not be checked: {type(error).__name__}: {error}"

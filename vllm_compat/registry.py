@@ -148,6 +148,24 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a patch set says of something of the user's. A finding that is a problem makes it a no."""
+
+    facts: Mapping[str, Any]  # plain data, in the order in which people read it
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """An option of `vllm-compat plan` that has an answer. Its code imports neither consumer nor runtime."""
+
+    name: str  # "model"
+    metavar: str
+    help: str
+    answer: Callable[[Surroundings], Answer]  # what was given is in `options[name]`
+
+
+@dataclass(frozen=True, kw_only=True)
 class PatchSet:
     name: str
     consumer: Package
@@ -156,6 +174,7 @@ class PatchSet:
     known_bad: tuple[KnownBad, ...] = ()
     checks: tuple[Check, ...] = ()
     options: tuple[Option, ...] = ()
+    questions: tuple[Question, ...] = ()
 
     @property
     def packages(self) -> tuple[Package, ...]:

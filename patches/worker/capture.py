@@ -42,11 +42,11 @@ class Capture:
         self._host = HostRows()
         self._copies = Copies()
         self._post = Post()
+        check_runner(self._runner)
+        model = self._runner.get_model()
+        layers = decoder_layers(model, _number_of_layers(worker))
+        self._meaning = Meaning(model, layers, self._runner.dtype)
         if self._keeps_rows:
-            check_runner(self._runner)
-            model = self._runner.get_model()
-            layers = decoder_layers(model, _number_of_layers(worker))
-            self._meaning = Meaning(model, layers, self._runner.dtype)
             tap(layers, self.layer_ids, self._keep)
         self._watch_steps()
 
@@ -136,9 +136,14 @@ class Capture:
             self._copies.begin(self._host, len(self.layer_ids), step[self.layer_ids[0]])
         self._copies.add([step[layer_id][:scheduled] for layer_id in self.layer_ids], spans)
 
-    def refuse_if_known(self) -> None:
-        if self._keeps_rows:
-            self._meaning.refuse_if_known()
+    def check_model(self) -> list[float]:
+        """A sample of this rank's residual stream (``Meaning.sample``).
+
+        Raises:
+            ValueError: the model has run, and what its layers return is not understood.
+        """
+        self._meaning.refuse_if_known()
+        return self._meaning.sample
 
     def begin_call(self, call: dict[str, Any]) -> None:
         self.heard()

@@ -62,9 +62,9 @@ class HiddenStatesWorkerExtension:
         """
         return self._vllm_compat_capture.hand_over()
 
-    def _vllm_compat_check_model(self) -> None:
-        """Raises ValueError: the model has run, and what its layers return is not understood."""
-        self._vllm_compat_capture.refuse_if_known()
+    def _vllm_compat_check_model(self) -> list[float]:
+        """After the first forward pass: see ``Capture.check_model``."""
+        return self._vllm_compat_capture.check_model()
 
     def _vllm_compat_rows_by_value(self) -> list[Any]:
         """The rows of the call that has just been handed over, as CPU tensors ``[tokens, hidden]``, one per layer."""

@@ -8,23 +8,36 @@ The form does not tell; the model's final norm does: it gets both and adds them,
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
+
+from vllm_compat.patches.worker.taps import residual_stream
+
+SAMPLE = 64
+"""Values of the stream that ranks compare."""
 
 
 class Meaning:
-    """Watches the module that takes the last layer's output, in the first forward pass (usually vLLM's warm-up)."""
+    """Watches the layers and the module that takes the last one's output, in the first forward pass (usually vLLM's
+    warm-up)."""
 
     def __init__(self, model: Any, layers: Any, dtype: Any) -> None:
         import torch
 
         self._model = type(model).__name__
         self._last: tuple[Any, ...] = ()
+        self._forms: set[int] = set()  # how many tensors the layers return
         self._verdict: str | None = None  # "" for understood, else why not
-        if dtype == torch.float16 and any(hasattr(layer, "routed_scaling_factor") for layer in layers):
-            # DeepSeek in float16 (vllm/model_executor/models/deepseek_v2.py) runs on a stream divided by that factor.
+        self._handles: list[Any] = []
+        self.sample: list[float] = []
+        """The first values of the first row after the last layer: the same on every rank of a tensor-parallel group
+        that holds the whole stream, another on each where they hold parts of a sum."""
+        if dtype == torch.float16 and any(map(_scales_down, layers)):
             self._verdict = "in float16 its layers scale the residual stream down; use bfloat16"
             return
-        self._handles = [layers[-1].register_forward_hook(self._remember)]
+        self._handles = [layer.register_forward_hook(self._remember) for layer in layers]
+        self._handles.append(layers[-1].register_forward_hook(self._take_sample))
         for parent in model.modules():
             if any(child is layers for child in parent.children()):
                 for child in parent.children():
@@ -33,26 +46,47 @@ class Meaning:
 
     def refuse_if_known(self) -> None:
         """Raises ValueError: the output of this model's layers is not understood."""
+        if self._last:  # the layers have run, and nobody has taken this
+            self._conclude("no final norm was seen to take the last decoder layer's output")
         if self._verdict:
             raise ValueError(
                 f"vllm_compat: model class {self._model} is not supported: {self._verdict}. What its decoder layers "
-                "return is not understood, so its rows are not guessed."
+                "return is not understood, so its rows are not guessed. `vllm-compat plan --model` tells beforehand; a "
+                "model that should work is worth an issue."
             )
 
     def check(self) -> None:
         """After a forward pass. Raises ValueError: not understood, or nobody took the last layer's output."""
         if self._verdict is None:
-            self._verdict = "no final norm was seen to take the last decoder layer's output"
+            self._conclude("no final norm was seen to take the last decoder layer's output")
         self.refuse_if_known()
 
     def _remember(self, module: Any, args: Any, output: Any) -> None:
         self._last = output if isinstance(output, tuple) else (output,)
+        self._forms.add(sum(part is not None for part in self._last))
+
+    def _take_sample(self, module: Any, args: Any, output: Any) -> None:
+        try:
+            rows = residual_stream(type(module).__name__, output)
+        except TypeError as error:
+            self._conclude(str(error).removeprefix("vllm_compat: "))
+            return
+        if rows.dim() == 2:
+            self.sample = rows[0, :SAMPLE].float().tolist() if len(rows) else []
+        else:
+            self._conclude(f"its decoder layers return tensors of shape {list(rows.shape)}, expected [tokens, hidden]")
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*args, *kwargs.values()]
         if not self._last or not any(value is self._last[0] for value in given):
             return  # the embedding, or another module beside the layers
-        self._verdict = _verdict(module, given, [part for part in self._last if part is not None])
+        if len(self._forms) > 1:
+            self._conclude(f"some of its decoder layers return {min(self._forms)} tensors, others {max(self._forms)}")
+        else:
+            self._conclude(_verdict(module, given, [part for part in self._last if part is not None]))
+
+    def _conclude(self, verdict: str) -> None:
+        self._verdict = verdict
         self._last = ()
         for handle in self._handles:
             handle.remove()
@@ -67,3 +101,14 @@ def _verdict(norm: Any, given: list[Any], returned: list[Any]) -> str:
     if len(returned) == 2 and not isinstance(norm, RMSNorm | GemmaRMSNorm):
         return f"its final norm is a {type(norm).__name__}, not an RMSNorm that adds hidden states and residual"
     return ""
+
+
+def _scales_down(layer: Any) -> bool:
+    """Whether the layer, in float16, divides what it adds by its routing factor, and with it the stream: DeepSeek
+    (vllm/model_executor/models/deepseek_v2.py), openPangu. Told by the source of its parts' forward passes."""
+    for part in layer.modules():
+        if getattr(part, "routed_scaling_factor", None) not in (None, 1, 1.0):
+            module = sys.modules[type(part).forward.__module__]
+            if "torch.float16" in inspect.getsource(module):
+                return True
+    return False

@@ -12,6 +12,7 @@ import torch
 from vllm_compat.patches.hand_over import rows_in
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.patches.worker.labels import Label, check_runner, step_labels
+from vllm_compat.patches.worker.meaning import Meaning
 from vllm_compat.patches.worker.rows import HostMemory, HostRows
 from vllm_compat.patches.worker.taps import decoder_layers, residual_stream, tap
 
@@ -73,6 +74,80 @@ def test_taps_do_not_change_the_forward_and_can_be_removed() -> None:
     stack.layers[2](value)
     assert [(layer, name) for layer, name, _ in seen] == [(2, "Identity")]
     assert seen[0][2] is value
+
+
+class Model(torch.nn.Module):
+    """Layers, and a final norm that is given what `take` picks of the last one's output."""
+
+    def __init__(self, *layers: torch.nn.Module, take: Any = lambda output: output, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.norm = norm
+        self.take = take
+
+    def forward(self, states: torch.Tensor) -> None:
+        output: Any = states
+        for layer in self.layers:
+            output = layer(*output) if isinstance(output, tuple) else layer(output)
+        taken = self.take(output)
+        self.norm(*taken) if isinstance(taken, tuple) else self.norm(taken)
+
+
+class Pair(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden + 1, hidden * 2
+
+
+class Single(torch.nn.Module):
+    def forward(self, *states: torch.Tensor) -> torch.Tensor:
+        return states[0] + 1
+
+
+class Stacked(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.stack([hidden, hidden])
+
+
+class AnyNorm(torch.nn.Module):
+    def forward(self, *states: torch.Tensor) -> torch.Tensor:
+        return states[0]
+
+
+def learnt(model: Model) -> Meaning:
+    meaning = Meaning(model, model.layers, torch.bfloat16)
+    meaning.refuse_if_known()  # nothing has run yet
+    model(torch.arange(6.0).view(3, 2))
+    return meaning
+
+
+def test_single_tensors_that_the_final_norm_takes_are_the_stream() -> None:
+    meaning = learnt(Model(Single(), Single(), norm=AnyNorm()))
+    meaning.check()
+    assert meaning.sample == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Model(Pair(), Pair(), take=lambda pair: pair[0], norm=AnyNorm()), "takes 1 of the 2 tensors"),
+        (Model(Pair(), Pair(), norm=AnyNorm()), "is a AnyNorm, not an RMSNorm"),
+        (Model(Pair(), Single(), norm=AnyNorm()), "some of its decoder layers return 1 tensors, others 2"),
+        (Model(Single(), take=lambda states: states * 2, norm=AnyNorm()), "no final norm was seen"),
+        (Model(Stacked(), norm=AnyNorm()), r"return tensors of shape \[2, 3, 2\]"),
+    ],
+)
+def test_what_the_final_norm_does_not_confirm_is_refused_after_one_pass(model: Model, why: str) -> None:
+    meaning = learnt(model)
+    with pytest.raises(ValueError, match=f"model class Model is not supported: .*{why}"):
+        meaning.refuse_if_known()
+
+
+def test_a_model_that_has_not_run_is_refused_at_the_end_of_a_call_only() -> None:
+    model = Model(Single(), norm=AnyNorm())
+    meaning = Meaning(model, model.layers, torch.bfloat16)
+    meaning.refuse_if_known()
+    with pytest.raises(ValueError, match="no final norm was seen"):
+        meaning.check()
 
 
 def batch(ids: list[str], computed: list[int]) -> SimpleNamespace:

@@ -139,9 +139,13 @@ def _load(model_path: Path | str, dtype: torch.dtype, device: str, trust_remote_
     # The argument was renamed in 4.56.
     keyword = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     kwargs: dict[str, Any] = {keyword: dtype, "trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+    auto = transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:  # given text alone
+        auto = transformers.AutoModelForImageTextToText
     if device == "auto":
-        return transformers.AutoModelForCausalLM.from_pretrained(model_path, device_map="auto", **kwargs)
-    return transformers.AutoModelForCausalLM.from_pretrained(model_path, **kwargs).to(device)
+        return auto.from_pretrained(model_path, device_map="auto", **kwargs)
+    return auto.from_pretrained(model_path, **kwargs).to(device)
 
 
 def _decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:

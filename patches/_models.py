@@ -1,0 +1,43 @@
+"""What is known of model classes: data, for the refusal before loading and for ``vllm-compat plan --model``.
+
+``SHOWN`` is what the live table shows (docs/models.md; a test holds the two together). Classes in none of the lists are
+tried: after loading, the model's own final norm decides (``worker/meaning.py``).
+"""
+
+from __future__ import annotations
+
+SHOWN = frozenset({"LlamaForCausalLM"})
+
+TRANSFORMERS_BACKEND = (
+    "vLLM has no class of its own for it and runs transformers' code (its Transformers backend), whose layers return "
+    "[batch, tokens, hidden]; use a vLLM that has the model, or extract with Hugging Face"
+)
+ENCODER_DECODER = "it is an encoder-decoder; an EAGLE-3 draft model learns from a decoder alone"
+FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
+
+# vllm/model_executor/models/deepseek_v2.py and openpangu.py (0.16.0): the stream is divided by routed_scaling_factor.
+SCALED_IN_FLOAT16 = frozenset(
+    {
+        "DeepseekForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "MistralLarge3ForCausalLM",
+        "PanguUltraMoEForCausalLM",
+    }
+)
+
+_LEFTOVER = (
+    "its decoder layers return hidden states and a residual that is in them already, which must not be added ({})"
+)
+REFUSED = {
+    "CohereForCausalLM": _LEFTOVER.format("commandr.py"),
+    "Cohere2ForCausalLM": _LEFTOVER.format("commandr.py"),
+    "StableLmForCausalLM": _LEFTOVER.format("stablelm.py"),
+    "Gemma3nForCausalLM": "its layers carry several streams at once (AltUp), so there is no one row per token",
+    "Gemma3nForConditionalGeneration": "its layers carry several streams at once (AltUp): no one row per token",
+}
+"""Architecture to reason: refused on every release before loading."""

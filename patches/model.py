@@ -1,0 +1,70 @@
+"""Seam "model": refused by name before its weights load, where its configuration tells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_compat.errors import CompatError
+from vllm_compat.patches import _models
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.registry import Patch, Rebind, Shape
+
+
+def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def make(**kwargs: Any) -> Any:
+        config = original(**kwargs)
+        if reason := next(reasons(config), None):
+            model = config.model_config
+            raise CompatError(
+                f"vllm_compat: model class {model.architecture} ({model.model}) is not supported: {reason}. Nothing "
+                "has been loaded."
+            )
+        return config
+
+    return make
+
+
+def reasons(config: Any) -> Iterator[str]:
+    """Why no rows of this model would be right, from a ``VllmConfig``; nothing where it does not tell."""
+    model, parallel = config.model_config, config.parallel_config
+    if model.using_transformers_backend():
+        yield _models.TRANSFORMERS_BACKEND
+    if model.runner_type != "generate":
+        yield f"vLLM runs it as a {model.runner_type} model; expected one that generates text"
+    if model.is_encoder_decoder:
+        yield _models.ENCODER_DECODER
+    if known := _models.REFUSED.get(model.architecture):
+        yield known
+    scaled = getattr(model.hf_text_config, "routed_scaling_factor", None) not in (None, 1)
+    if scaled and str(model.dtype) == "torch.float16" and model.architecture in _models.SCALED_IN_FLOAT16:
+        yield _models.FLOAT16
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
+    if getattr(parallel, "use_sequence_parallel_moe", False):
+        yield "sequence-parallel experts split the rows between ranks; turn expert parallelism off"
+
+
+PATCH = Patch(
+    id="model",
+    ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
+    after=("engine-configuration",),
+    targets=(Rebind(module=GENERATOR, name="VllmConfig", make=vllm_config),),
+    shapes=(
+        Shape(module="vllm.config.model", symbol="ModelConfig.using_transformers_backend"),
+        Shape(module="vllm.config.model", symbol="ModelConfig.is_encoder_decoder"),
+        Shape(module="vllm.config.model", symbol="ModelConfig.architecture"),
+        Shape(module="vllm.config.parallel", symbol="ParallelConfig", fields=("pipeline_parallel_size",)),
+    ),
+    symptom=(
+        "after the whole model has loaded: Model … does not support hidden state extraction, "
+        "'…' object has no attribute 'model', layers that return what is not understood; without an error: rows of a "
+        "residual stream that the ranks share out"
+    ),
+    cause="speculators 0.3.0 looks at the model only when it is loaded, and then for vLLM's EAGLE-3 marker",
+    does="Refuses by name, before anything is loaded, what the model's configuration shows not to be supported.",
+    retires=RETIRES,
+    evidence="model",
+)

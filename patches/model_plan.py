@@ -1,0 +1,226 @@
+"""`vllm-compat plan --model`: what will become of a model, from its configuration alone.
+
+Reads the model's config.json, and vLLM's list of models out of its source. Nothing is imported, opened or downloaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_compat.patches import _models
+from vllm_compat.registry import Answer, Finding, Question, Surroundings
+from vllm_compat.source import Sources
+
+REGISTRY = "vllm.model_executor.models.registry"
+GENERATING = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+BACKEND = ("_TRANSFORMERS_SUPPORTED_MODELS", "_TRANSFORMERS_BACKEND_MODELS")
+OTHERS = (
+    "_EMBEDDING_MODELS",
+    "_CROSS_ENCODER_MODELS",
+    "_LATE_INTERACTION_MODELS",
+    "_REWARD_MODELS",
+    "_TOKEN_CLASSIFICATION_MODELS",
+    "_SEQUENCE_CLASSIFICATION_MODELS",
+    "_SPECULATIVE_DECODING_MODELS",
+)
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+WIDTH = ("hidden_size", "n_embd", "d_model")
+
+
+def about_model(here: Surroundings) -> Answer:
+    """The answer to ``--model``.
+
+    ``facts["verdict"]`` is ``shown`` (by live runs of this class), ``tried`` (the model's own final norm decides after
+    loading), ``refused`` or ``unknown``; the first finding says why.
+    """
+    try:
+        file, config = read_config(here.options["model"], here.environ)
+    except ValueError as error:
+        return Answer(facts={"verdict": "unknown"}, findings=(Finding(status="problem", text=str(error)),))
+    text = text_config(config)
+    architecture = next(iter(config.get("architectures") or ()), None)
+    kinds = vllm_models(here.path)
+    dtype = _dtype(config, text)
+    layers = _first(text, LAYERS)
+    found = [
+        *_verdict(architecture, kinds, config, text, dtype),
+        *_consumer(config, text, layers),
+        *_notes(here, config, text),
+    ]
+    return Answer(
+        facts={
+            "verdict": _word(found),
+            "config": str(file),
+            "architecture": architecture,
+            "vllm_class": ":".join(kinds[architecture][1]) if architecture in kinds else None,
+            "vllm": here.versions.get("vllm"),
+            "layers": layers,
+            "default_layer_ids": None if layers is None else [2, layers // 2, layers - 3, layers - 1],
+            "hidden_size": _first(text, WIDTH),
+            "dtype": dtype,
+            "quantization": (config.get("quantization_config") or text.get("quantization_config") or {}).get(
+                "quant_method"
+            ),
+            "remote_code": sorted(config.get("auto_map") or ()) or None,
+        },
+        findings=tuple(found),
+    )
+
+
+def read_config(model: str, environ: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+    """The config.json of a folder, or of a model in Hugging Face's cache, newest first.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{folder} has no config.json, which speculators needs (params.json is not read)")
+    else:
+        file = _in_cache(model, environ)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return file, config
+
+
+def _in_cache(model: str, environ: Mapping[str, str]) -> Path:
+    home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    home = Path(environ.get("HF_HOME") or home)
+    hub = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    folder = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    wanted = "no"
+    main = folder / "refs" / "main"
+    if main.is_file():
+        wanted = main.read_text(encoding="utf-8").strip()
+    known = sorted(
+        folder.glob("snapshots/*/config.json"), key=lambda file: (file.parent.name == wanted, file.stat().st_mtime)
+    )
+    if not known:
+        raise ValueError(
+            f"{model} is neither a folder nor in Hugging Face's cache ({folder}); nothing is downloaded here. Give a "
+            f"folder with a config.json, or fetch it: huggingface-cli download {model} config.json"
+        )
+    return known[-1]
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a configuration."""
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        if isinstance(inner := config.get(name), dict):
+            return text_config(inner)
+    return config
+
+
+def vllm_models(path: tuple[str, ...]) -> dict[str, tuple[str, tuple[str, str]]]:
+    """Architecture to the list of vLLM's registry that has it, and its module and class; empty without vLLM."""
+    source = Sources(path)(REGISTRY)
+    found: dict[str, tuple[str, tuple[str, str]]] = {}
+    for name in (*OTHERS, *BACKEND, *GENERATING) if source is not None else ():
+        node = source.find(name) if source is not None else None
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            try:
+                entries = ast.literal_eval(node.value)
+            except ValueError:  # computed in this release
+                continue
+            found |= {architecture: (name, where) for architecture, where in entries.items()}
+    return found
+
+
+def _verdict(
+    architecture: str | None,
+    kinds: dict[str, tuple[str, tuple[str, str]]],
+    config: dict[str, Any],
+    text: dict[str, Any],
+    dtype: str | None,
+) -> Iterator[Finding]:
+    if architecture is None:
+        yield Finding(status="problem", text="config.json names no architecture, so vLLM cannot know the model's class")
+        return
+    scaled = text.get("routed_scaling_factor") not in (None, 1)
+    if architecture in _models.REFUSED:
+        yield _refused(architecture, _models.REFUSED[architecture])
+    elif scaled and dtype == "float16" and architecture in _models.SCALED_IN_FLOAT16:
+        yield _refused(architecture, _models.FLOAT16)
+    elif config.get("is_encoder_decoder"):
+        yield _refused(architecture, _models.ENCODER_DECODER)
+    elif not kinds:
+        yield Finding(status="warning", text="vLLM's list of models was not found, so its class is not judged")
+    elif architecture not in kinds or kinds[architecture][0] in BACKEND:
+        yield _refused(architecture, _models.TRANSFORMERS_BACKEND)
+    elif kinds[architecture][0] in OTHERS:
+        yield _refused(architecture, "vLLM has it as a pooling or draft model; expected one that generates text")
+    elif architecture in _models.SHOWN:
+        yield Finding(status="ok", text=f"{architecture}: rows equal to Hugging Face's in live runs (docs/models.md)")
+    else:
+        text = "no live run shows it: it is tried, and refused right after loading if its layers are not understood"
+        yield Finding(status="note", text=f"{architecture}: {text}")
+
+
+def _refused(architecture: str, reason: str) -> Finding:
+    return Finding(status="problem", text=f"{architecture} is refused: {reason}")
+
+
+def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) -> Iterator[Finding]:
+    """What speculators itself asks of the configuration."""
+    if text is not config and "text_config" not in config and _first(config, LAYERS) is None:
+        yield Finding(
+            status="problem", text="speculators finds no num_hidden_layers: it looks at the top and in text_config"
+        )
+    elif layers is None:
+        yield Finding(
+            status="warning", text="the number of layers is not in the file; speculators may not find it either"
+        )
+    elif layers < 4:
+        yield Finding(
+            status="warning", text=f"{layers} layers: speculators' default layer ids do not fit; give --layer-ids"
+        )
+
+
+def _notes(here: Surroundings, config: dict[str, Any], text: dict[str, Any]) -> Iterator[Finding]:
+    if "vision_config" in config or "audio_config" in config:
+        yield Finding(status="note", text="text prompts only: images and audio are out of reach of speculators 0.3.0")
+    mla = bool(text.get("kv_lora_rank")) and here.environ.get("VLLM_MLA_DISABLE", "0") != "1"
+    if mla and "cpu" in (here.versions.get("vllm") or ""):
+        yield Finding(
+            status="warning",
+            text="vLLM's CPU build has no kernel for its latent attention (MLA)",
+            advice="set VLLM_MLA_DISABLE=1",
+        )
+
+
+def _word(findings: list[Finding]) -> str:
+    first = findings[0]
+    if first.status == "problem":
+        return "refused"
+    return {"ok": "shown", "note": "tried"}.get(first.status, "unknown")
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str | None:
+    for name in ("dtype", "torch_dtype"):
+        for each in (config, text):
+            if each.get(name):
+                return str(each[name]).removeprefix("torch.")
+    return None
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), None)
+
+
+QUESTION = Question(
+    name="model",
+    metavar="DIR_OR_ID",
+    help="what will become of this model: a folder, or an id in Hugging Face's cache",
+    answer=about_model,
+)

@@ -1,0 +1,177 @@
+"""`vllm-compat plan --model`: verdicts from configurations alone, on a made-up vLLM and on the real set of patches."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_compat.patches import _models
+from vllm_compat.patches.capture import check_whole_streams
+from vllm_compat.patches.model_plan import about_model, read_config
+from vllm_compat.registry import Answer, Surroundings
+
+REGISTRY = """
+_TEXT_GENERATION_MODELS = {
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "NewForCausalLM": ("vllm.models.new", "NewForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "CohereForCausalLM": ("commandr", "CohereForCausalLM"),
+}
+_EMBEDDING_MODELS = {"BertModel": ("bert", "BertEmbeddingModel")}
+_MULTIMODAL_MODELS = {"SeeForConditionalGeneration": ("see", "See")}
+_TRANSFORMERS_SUPPORTED_MODELS = {"SmolLM3ForCausalLM": ("transformers", "TransformersForCausalLM")}
+_VLLM_MODELS = {**_TEXT_GENERATION_MODELS}
+"""
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    folder = tmp_path / "site" / "vllm" / "model_executor" / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / "site" / "vllm" / "__init__.py").touch()
+    (folder / "registry.py").write_text(REGISTRY)
+    return tmp_path / "site"
+
+
+@pytest.fixture
+def ask(site: Path, tmp_path: Path) -> Any:
+    def about(config: dict[str, Any] | None, *, environ: dict[str, str] | None = None, vllm: str = "0.16.0") -> Answer:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        here = Surroundings(
+            environ=environ or {}, versions={"vllm": vllm}, options={"model": str(tmp_path)}, path=(str(site),)
+        )
+        return about_model(here)
+
+    return about
+
+
+def test_a_known_model(ask) -> None:
+    answer = ask(LLAMA)
+    assert answer.facts["verdict"] == "shown"
+    assert answer.facts["vllm_class"] == "llama:LlamaForCausalLM"
+    assert (answer.facts["layers"], answer.facts["hidden_size"]) == (32, 4096)
+    assert answer.facts["default_layer_ids"] == [2, 16, 29, 31]
+    assert [finding.status for finding in answer.findings] == ["ok"]
+
+
+def test_a_model_that_nobody_has_run_is_tried(ask) -> None:
+    answer = ask(LLAMA | {"architectures": ["NewForCausalLM"]})
+    assert answer.facts["verdict"] == "tried"
+    assert "refused right after loading" in answer.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"architectures": ["SmolLM3ForCausalLM"]}, "Transformers backend"),
+        ({"architectures": ["NobodysForCausalLM"]}, "Transformers backend"),
+        ({"architectures": ["BertModel"]}, "pooling or draft model"),
+        ({"architectures": ["CohereForCausalLM"]}, "must not be added"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({}, None),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "float16", "routed_scaling_factor": 2.5},
+            "use bfloat16",
+        ),
+        ({"architectures": []}, "names no architecture"),
+    ],
+)
+def test_refused(ask, changes: dict[str, Any], why: str | None) -> None:
+    answer = ask(LLAMA | changes)
+    assert (answer.facts["verdict"] == "refused") == (why is not None)
+    if why is not None:
+        assert answer.findings[0].status == "problem"
+        assert why in answer.findings[0].text
+
+
+def test_a_scale_of_one_changes_nothing(ask) -> None:
+    config = LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "float16"}
+    assert ask(config | {"routed_scaling_factor": 1.0}).facts["verdict"] != "refused"
+
+
+def test_a_wrapper(ask) -> None:
+    text = {"num_hidden_layers": 61, "hidden_size": 7168, "kv_lora_rank": 512, "dtype": "bfloat16"}
+    config = {"architectures": ["SeeForConditionalGeneration"], "text_config": text, "vision_config": {}}
+    answer = ask(config, vllm="0.16.0+cpu")
+    assert (answer.facts["layers"], answer.facts["hidden_size"], answer.facts["dtype"]) == (61, 7168, "bfloat16")
+    assert any("text prompts only" in finding.text for finding in answer.findings)
+    assert any(finding.advice == "set VLLM_MLA_DISABLE=1" for finding in answer.findings)
+    off = ask(config, vllm="0.16.0+cpu", environ={"VLLM_MLA_DISABLE": "1"})
+    assert not any(finding.advice for finding in off.findings)
+
+
+def test_what_speculators_itself_wants(ask) -> None:
+    inside = {"architectures": ["LlamaForCausalLM"], "llm_config": {"num_hidden_layers": 8}}
+    assert any("top and in text_config" in finding.text for finding in ask(inside).findings)
+    assert any("default layer ids do not fit" in f.text for f in ask(LLAMA | {"num_hidden_layers": 2}).findings)
+
+
+def test_no_vllm_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    here = Surroundings(environ={}, versions={"vllm": None}, options={"model": str(tmp_path)}, path=(str(tmp_path),))
+    assert about_model(here).facts["verdict"] == "unknown"
+
+
+def test_an_id_is_looked_up_in_the_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "models--some--model"
+    for revision in ("old", "new"):
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        (folder / "snapshots" / revision / "config.json").write_text(json.dumps({"revision": revision}))
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("old")
+    for environ in ({"HF_HOME": str(tmp_path)}, {"HF_HUB_CACHE": str(tmp_path / "hub")}):
+        assert read_config("some/model", environ)[1] == {"revision": "old"}
+    with pytest.raises(ValueError, match="neither a folder nor in Hugging Face's cache"):
+        read_config("some/other", {"HF_HOME": str(tmp_path)})
+
+
+def test_folders_without_a_configuration(tmp_path: Path, ask) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_config(str(tmp_path / "site"), {})
+    answer = ask(None)
+    assert answer.facts["verdict"] == "unknown"
+    assert "no JSON object" in answer.findings[0].text
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command(tmp_path: Path, site: Path, as_json: bool) -> None:
+    """In a process of its own: nothing heavy is imported, and the exit code follows the answer."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["CohereForCausalLM"]}))
+    arguments = ["plan", "--target", str(site), "--model", str(tmp_path), *(["--json"] if as_json else [])]
+    code = (
+        f"import sys, vllm_compat.cli as cli\ncode = cli.main({arguments!r})\n"
+        "assert not {'torch', 'vllm', 'transformers', 'speculators'} & set(sys.modules)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=os.environ)
+    assert done.returncode == 1, done.stderr
+    if as_json:
+        (answer,) = json.loads(done.stdout)["answers"]
+        assert (answer["set"], answer["question"], answer["ok"]) == ("speculators", "model", False)
+        assert answer["facts"]["verdict"] == "refused"
+        assert answer["findings"][0]["status"] == "problem"
+    else:
+        assert "problem: CohereForCausalLM is refused: its decoder layers return" in done.stdout
+
+
+def test_nothing_is_both_shown_and_refused() -> None:
+    assert not _models.SHOWN & _models.REFUSED.keys()
+
+
+@pytest.mark.parametrize("other", [[0.3, 0.1, 7.0], [-1.0, 2.0, 3.0]])
+def test_ranks_that_hold_parts_of_a_sum_are_refused(other: list[float]) -> None:
+    with pytest.raises(Exception, match="rank 1 holds another residual stream than rank 0"):
+        check_whole_streams([[1.0, 2.0, 3.0], other])
+
+
+def test_ranks_with_one_stream_are_fine() -> None:
+    check_whole_streams([[1.0, 2.0, 3.0]])
+    check_whole_streams([[1.0, 2.0, 3.0], [1.001, 2.0, 3.0]])
+    check_whole_streams([[1.0, float("nan")], [1.0, float("inf")]])
+    check_whole_streams([[], []])  # the model has not run yet
