@@ -46,7 +46,7 @@ SYMPTOMS = {
     "reply-shape": "Boolean value of Tensor with more than one value is ambiguous",
     "input-order": "result 2 is not that of prompt 2",
     "reply-by-request": "'list' object has no attribute",
-    "accelerator-calls": "No available memory for the cache blocks",
+    "accelerator-calls": "Torch not compiled with CUDA enabled|Found no NVIDIA driver|no NVIDIA GPU",
 }
 
 
