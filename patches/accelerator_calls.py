@@ -58,8 +58,8 @@ PATCH = Patch(
         Shape(module="vllm.platforms.interface", symbol="Platform.get_device_name", parameters=("device_id",)),
     ),
     symptom=(
-        "RuntimeError: Found no NVIDIA driver, or Torch not compiled with CUDA enabled; with a GPU: a CUDA context of the "
-        "parent on GPU 0"
+        "RuntimeError: Found no NVIDIA driver, or AssertionError: Torch not compiled with CUDA enabled; with a GPU: a "
+        "CUDA context of the parent on GPU 0"
     ),
     cause="speculators 0.4 asks torch.accelerator for memory and devices in the parent (speculators/utils/util.py)",
     does="Answers mem_get_info from the workers (the least of them) and the device's name from vLLM's platform (NVML).",
