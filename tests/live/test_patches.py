@@ -24,6 +24,11 @@ ALL = {patch.id for patch in SPECULATORS.patches}
 # Those for the releases that are installed here; the others have their turn in another environment.
 PATCHES = {patch.id: patch for patch in SPECULATORS.patches if patch.id in plan().applies}
 
+# speculators 0.4 does by itself what these do for the probe's plain model; hybrid models and newer releases need them.
+UNSEEN = {"scheduler-construction", "kv-cache-planning", "two-phase-execution"} & set(PATCHES)
+if "reply-by-request" not in PATCHES:
+    UNSEEN.clear()
+
 # Of each patch; where it depends on the release, from old to new.
 SYMPTOMS = {
     "transformers-5": "PydanticUndefinedAnnotation: name 'torch' is not defined",
@@ -33,8 +38,8 @@ SYMPTOMS = {
     "engine-configuration": r"a step has 8192 tokens|is_encoder_decoder\n\s+Field required",
     "scheduler-construction": "missing 1 required positional argument: 'block_size'",
     "scheduler-block-sizes": "missing 1 required positional argument: 'block_size'",
-    "prefill-bookkeeping": r"prompt \d \(request \w+\): expected 138 rows, got \d+",
-    "request-construction": "cache_full_blocks|unexpected keyword argument 'eos_token_id'",
+    "prefill-bookkeeping": r"prompt \d+ \(request \w+\): expected 138 rows, got \d+",
+    "request-construction": "cache_full_blocks|unexpected keyword argument 'eos_token_id'|a prefix cache was read",
     "capture": "needs capture",
     "workers": "0 proven workers",
     "devices": "Torch not compiled with CUDA enabled|Found no NVIDIA driver|no NVIDIA GPU",
@@ -99,7 +104,7 @@ def test_with_all_patches_the_probe_is_right(probes: dict[str, Any]) -> None:
     assert "all right" in done.stdout
 
 
-@pytest.mark.parametrize("patch_id", PATCHES)
+@pytest.mark.parametrize("patch_id", [patch_id for patch_id in PATCHES if patch_id not in UNSEEN])
 def test_without_this_patch_the_probe_fails(patch_id: str, probes: dict[str, Any]) -> None:
     done = probes[patch_id]
     assert done.returncode != 0
