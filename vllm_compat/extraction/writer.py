@@ -62,5 +62,5 @@ class Writer:
                 self._room.notify_all()
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written; what no thread has begun is dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
