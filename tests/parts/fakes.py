@@ -1,13 +1,27 @@
-"""An engine that computes like a model whose rounding depends on who is in the batch; needs torch, and no vLLM."""
+"""For the tests of `extract` without vLLM: an engine that computes like a model whose rounding depends on who is in the
+batch, a replica in this process, and runs."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import resource
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from vllm_compat.extraction import extract, processes
+from vllm_compat.extraction.dispatch import Stop
+from vllm_compat.extraction.report import Report
+from vllm_compat.extraction.settings import Settings
+
+LENGTHS = [5, 9, 40, 7, 3, 12, 1, 22, 8, 30, 6]
+SEQ_LENGTH = 32
+BATCH = 3
 WIDTH = 8
 LAYERS = (1, 3)
 
@@ -80,8 +94,6 @@ class Rows:
 
 
 def samples(lengths: list[int], seq_length: int) -> Any:
-    import hashlib
-
     import numpy
 
     from vllm_compat.extraction.dataset import Samples, add_prompt
@@ -91,3 +103,59 @@ def samples(lengths: list[int], seq_length: int) -> Any:
         add_prompt(digest, ids[: seq_length - 1], ids[: seq_length - 1] % 2)
     cut = numpy.array([min(each, seq_length - 1) for each in lengths], dtype=numpy.int64)
     return Samples(rows, cut, digest.hexdigest())
+
+
+def run(settings: Settings) -> Report:
+    report = Report(folder=str(settings.output_dir))
+    extract.run(settings, report, Stop(), command=["extract", "--flag"])
+    return report
+
+
+def unbroken(settings: Settings) -> dict[str, str]:
+    """The files of a run in which nothing happens."""
+    for told in Path(settings.target_model_path).glob("*.told"):
+        told.unlink()
+    whole = dataclasses.replace(settings, output_dir=settings.output_dir.with_name("whole"), data_parallel=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "ProcessReplica", InProcess)
+        run(whole)
+    return digests(whole.output_dir)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("data_*.pt"))}
+
+
+def tell(settings: Settings, sample: int, what: str) -> None:
+    (Path(settings.target_model_path) / f"{1000 * sample + 7}.told").write_text(what)
+
+
+class InProcess:
+    """A replica in this very process: for kills that take everything along, and because it starts at once."""
+
+    def __init__(self, number: int, replica_settings: Any, environment: Any, *, max_restarts: int) -> None:
+        from vllm_compat.extraction.replica import Replica
+
+        self.name, self.restarts = f"replica {number}", 0
+        self._replica = Replica(replica_settings)
+
+    def call(self, name: str, *args: Any) -> Any:
+        future: Future[Any] = Future()
+        try:
+            answer = getattr(self._replica, name)(*args)
+            future.set_result(answer.result() if name == "compute" and answer else answer)
+        except Exception as error:  # noqa: BLE001 - the caller's
+            future.set_exception(error)
+        return future
+
+    def load(self) -> Any:
+        return self.call("load")
+
+    def drain(self) -> None:
+        self._replica.drain()
+
+    def close(self) -> None:
+        self._replica.close()
+
+    def join(self) -> None:
+        pass

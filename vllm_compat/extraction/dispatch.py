@@ -80,7 +80,6 @@ def dispatch(
     stop: Stop,
     on_facts: Callable[[Facts], None],
     on_result: Callable[[BatchResult], None],
-    tick: Callable[[], None],
 ) -> None:
     """Returns when every batch is done, or when `stop` was heard and what had begun is done. Raises the first error."""
     waiting: dict[Future[Any], Remote] = {replica.load(): replica for replica in replicas}
@@ -112,4 +111,3 @@ def dispatch(
             for replica in replicas:
                 replica.drain()
             waiting = {future: replica for future, replica in waiting.items() if future not in loading}
-        tick()

@@ -106,7 +106,6 @@ class _Run:
                     stop=self._stop,
                     on_facts=self._on_facts,
                     on_result=self._on_result,
-                    tick=lambda: None,
                 )
                 self._stop.gentle = False
                 self._progress.close()
