@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import BATCH, LENGTHS, SEQ_LENGTH, digests, run
+from fakes import BATCH, LENGTHS, SEQ_LENGTH, FakeEngine, digests, run
 
 from vllm_compat.extraction import processes, space, store
 from vllm_compat.extraction.manifest import JOURNAL, ManifestError, read_manifest, read_records
