@@ -22,6 +22,7 @@ class Checkpoint:
     reference: Path  # the same weights, as transformers' own classes read them
     adapt: Callable[[Any], None] = lambda model: None  # what the checkpoint's format does to activations
     words: str = "Hugging Face, float32"
+    rounding: float = 0.0  # what a layer's activations may lose beside 16-bit roundings, of a row's length
 
     @property
     def architecture(self) -> str:
@@ -45,7 +46,6 @@ def build(family: Family, folder: Path) -> Checkpoint:
 
     from vllm_compat.extraction.tiny import make_tokenizer
 
-    assert family.config is not None
     config_class = getattr(transformers, family.config)
     if family.text is None:
         config = config_class(**SHAPE | dict(family.values))

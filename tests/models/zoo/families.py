@@ -19,7 +19,7 @@ class Family:
     """One row of the table."""
 
     name: str  # "Qwen3-MoE"; also the record's file name
-    config: str | None  # transformers' configuration class; None where `build` makes the folder by itself
+    config: str  # transformers' configuration class
     values: Mapping[str, Any] = field(default_factory=dict)  # on top of SHAPE
     text: Mapping[str, Any] | None = None  # the text model's configuration inside a wrapper
     wrapper: str | None = None  # see build.py: how a checkpoint that transformers cannot write is made
@@ -258,20 +258,6 @@ FAMILIES = (
     Family(name="Llama-W4A16", config="LlamaConfig", quantize="compressed-tensors W4A16", note="groups of 32"),
     Family(name="Llama-AWQ", config="LlamaConfig", quantize="AWQ", note="4 bits, zero points, groups of 32"),
     Family(name="Llama-FP8", config="LlamaConfig", quantize="compressed-tensors FP8", note="per token, dynamic"),
-    Family(
-        name="Afmoe",
-        config=None,
-        wrapper="afmoe",
-        values=EXPERTS
-        | {
-            "mup_enabled": True,
-            "num_dense_layers": 1,
-            "num_shared_experts": 1,
-            "sliding_window": 24,
-            "global_attn_every_n_layers": 2,
-        },
-        note="embedding scaled by sqrt(hidden)",
-    ),
     Family(
         name="Cohere",
         config="CohereConfig",

@@ -2,7 +2,9 @@
 
 Where a format rounds activations too, the reference rounds them by the same published rule (dynamic, symmetric, one
 scale per token) at the inputs of the same layers, so what remains is 16-bit rounding, and a value that it carries over
-a step's edge: at most one step of int8, 1/127 of the largest value of its token.
+a step's edge. For int8 that is one step, 1/127 of the token's largest value, which the tolerance for bfloat16 has room
+for. For e4m3 it is up to 2^-4 of the value itself, at four inputs of a layer; as roundings of independent sign (the
+rule of `vllm_compat/extraction/compare.py`) they are worth 2 * 2^-4 of a row's length after the first layer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def write(kind: str, model: Path, folder: Path) -> Checkpoint:
 
     from zoo.build import Checkpoint
 
-    quantize, config, adapt, words = KINDS[kind]
+    quantize, config, adapt, words, rounding = KINDS[kind]
     ours, reference = folder / "quantized", folder / "dequantized"
     shutil.copytree(model, ours)
     shutil.copytree(model, reference)
@@ -47,7 +49,7 @@ def write(kind: str, model: Path, folder: Path) -> Checkpoint:
     safetensors.torch.save_file(plain, reference / "model.safetensors", metadata={"format": "pt"})
     file = ours / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}, indent=1))
-    return Checkpoint(ours, reference, adapt, words)
+    return Checkpoint(ours, reference, adapt, words, rounding)
 
 
 def _per_channel_int8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -165,29 +167,33 @@ def _per_token(kind: str) -> dict[str, Any]:
 
 
 _CHANNEL = {"strategy": "channel"}
-KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[Any], None], str]] = {
+KINDS: dict[str, tuple[Any, dict[str, Any], Callable[[Any], None], str, float]] = {
     "compressed-tensors W8A8 int8": (
         _per_channel_int8,
         _compressed("int8", 8, _CHANNEL, _per_token("int")),
         _rounded_to_int8,
         "Hugging Face, float32, dequantized weights, inputs of the projections rounded to int8 per token",
+        0.0,
     ),
     "compressed-tensors W4A16": (
         _groups_of_int4,
         _compressed("int4", 4, {"strategy": "group", "group_size": GROUP}, None),
         _untouched,
         "Hugging Face, float32, dequantized weights",
+        0.0,
     ),
     "AWQ": (
         _awq,
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
         _untouched,
         "Hugging Face, float32, dequantized weights",
+        0.0,
     ),
     "compressed-tensors FP8": (
         _per_channel_fp8,
         _compressed("fp8", 8, _CHANNEL, _per_token("float")),
         _rounded_to_fp8,
         "Hugging Face, float32, dequantized weights, inputs of the projections rounded to e4m3 per token",
+        2 * 2.0**-4,
     ),
 }
