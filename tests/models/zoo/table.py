@@ -31,8 +31,7 @@ forward pass, of each prompt alone, in float32.
 - **refused**: with this text, before anything is loaded or right after. **cannot run here**: vLLM's own error on that
   device, which has nothing to do with extraction; such rows need a GPU, and were not run.
 
-What a model of yours will meet: `vllm-compat plan --model DIR_OR_ID`.
-"""
+What a model of yours will meet: `vllm-compat plan --model DIR_OR_ID`."""
 
 
 def coordinate() -> str:
@@ -70,7 +69,7 @@ def table(folder: Path = RECORDS) -> str:
     for where, those in found.items():
         first = those[0]
         parts.append(
-            f"\n## vLLM {first['vllm']}, {first['device']}\n\nspeculators {first['speculators']}, transformers "
+            f"\n\n## vLLM {first['vllm']}, {first['device']}\n\nspeculators {first['speculators']}, transformers "
             f"{first['transformers']}, torch {first['torch']}; records in `docs/evidence/models/{where}/`.\n"
         )
         parts.append("| model | class | verdict | of tolerance | smallest cosine | row margin | layer margin | shows |")
