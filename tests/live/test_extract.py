@@ -41,7 +41,7 @@ def command(world: Path, out: str, *more: str) -> list[str]:
 
 
 def extract(world: Path, out: str, *more: str) -> dict[str, Any]:
-    done = subprocess.run(command(world, out, *more), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command(world, out, *more), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     report: dict[str, Any] = json.loads(done.stdout)
     return report
@@ -88,7 +88,7 @@ def test_killed_and_resumed_with_two_replicas(world: Path, whole: dict[str, Any]
         command(world, "broken", "--data-parallel", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     with process:
-        end = time.monotonic() + 400
+        end = time.monotonic() + 900
         while not journal.exists() or not journal.read_bytes():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < end

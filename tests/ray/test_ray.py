@@ -89,7 +89,7 @@ def test_the_union_equals_the_single_run_although_an_actor_is_killed(
 
     thread = threading.Thread(target=run)
     thread.start()
-    end = time.monotonic() + 400
+    end = time.monotonic() + 900
     while len(report.replicas) < 2 or not (asked.output_dir / "data_0.pt").exists():
         assert not failures, failures
         assert time.monotonic() < end, report
@@ -97,7 +97,7 @@ def test_the_union_equals_the_single_run_although_an_actor_is_killed(
     assert len(read_records(asked.output_dir)) < SAMPLES, "all was done before an actor could be killed"
     victim = int(report.replicas[0].split()[1])  # "process 123 on host"
     os.kill(victim, signal.SIGKILL)
-    thread.join(400)
+    thread.join(900)
     assert not thread.is_alive()
     assert not failures, failures
     assert report.outcome == "complete"
