@@ -54,7 +54,7 @@ def table() -> str:
     for release, entry in releases().items():
         if "contract" in entry:
             reasons.setdefault(entry["contract"], []).append(release)
-    lines += ["", "Known by their source only (`tox -e contract` reads it), without a real run:", ""]
+    lines += ["", "Without a record of a real run; `tox -e contract` reads their source:", ""]
     lines += [f"- vLLM {', '.join(which)}: {why}" for why, which in reasons.items()]
     return "\n".join(lines)
 
