@@ -95,8 +95,9 @@ def test_the_union_equals_the_single_run_although_an_actor_is_killed(
         assert time.monotonic() < end, report
         time.sleep(0.01)
     assert len(read_records(asked.output_dir)) < SAMPLES, "all was done before an actor could be killed"
-    victim = int(report.replicas[0].split()[1])  # "process 123 on host"
-    os.kill(victim, signal.SIGKILL)
+    replica = int(report.replicas[0].split()[1])  # "process 123 on host"
+    actor = int(Path(f"/proc/{replica}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(actor, signal.SIGKILL)
     thread.join(900)
     assert not thread.is_alive()
     assert not failures, failures

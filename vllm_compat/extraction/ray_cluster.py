@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import traceback
 from concurrent.futures import Future
 from typing import Any
 
 from vllm_compat.extraction.dispatch import DEPTH
-from vllm_compat.extraction.replica import Facts, Replica, ReplicaSettings
+from vllm_compat.extraction.processes import ProcessReplica, ReplicaLost
+from vllm_compat.extraction.replica import LOST, ReplicaSettings
 from vllm_compat.extraction.streams import say
 
 PASSED_ON = ("VLLM_", "HF_", "OMP_", "NCCL_", "TOKENIZERS_")  # variables of the environment that replicas are given
@@ -23,41 +26,38 @@ PATIENCE = 30.0  # seconds that an actor may take to end
 
 
 class Actor:
-    """Methods run in threads of Ray's, several at once; the replica computes one batch at a time."""
+    """Holds a replica's process, as a single machine does. vLLM thus sees no Ray: inside a placement group it would
+    name Ray as its executor's backend, though speculators brings another executor.
+
+    Methods run in threads of Ray's, several at once. If the replica's process is lost, the actor ends too, and Ray
+    starts another where there is room.
+    """
 
     def __init__(self, settings: ReplicaSettings, load: bool) -> None:
-        self._failure: BaseException | None = None
-        self._replica: Replica | None = None
-        try:
-            self._replica = Replica(settings)
-            if load:
-                self._replica.load()
-        except Exception as error:  # noqa: BLE001 - Ray would tell an actor's first error as that it is dead
-            self._failure = error
+        self._replica = ProcessReplica(0, settings, {}, max_restarts=0)
+        self._facts = self._replica.load() if load else None  # now, and each time that Ray makes this actor again
 
-    def _there(self) -> Replica:
-        if self._failure is not None:
-            raise self._failure
-        assert self._replica is not None
-        return self._replica
+    def load(self) -> Any:
+        return self._facts and _answer(self._facts)
 
-    def load(self) -> Facts:
-        """The model is loaded when the actor is made, and made again."""
-        return self._there().facts()
-
-    def compute(self, batch: Any) -> Any:
-        pending = self._there().compute(batch)
-        return pending and pending.result()
+    def call(self, name: str, *args: Any) -> Any:
+        return _answer(self._replica.call(name, *args))
 
     def drain(self) -> None:
-        self._there().drain()
-
-    def describe(self, *args: Any) -> Any:
-        return self._there().describe(*args)
+        self._replica.drain()
 
     def close(self) -> None:
-        if self._replica is not None:
-            self._replica.close()
+        self._replica.close()
+        self._replica.join()
+
+
+def _answer(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except ReplicaLost:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(LOST)
 
 
 class RayReplica:
@@ -100,16 +100,17 @@ class RayReplica:
         if self._actor is None:
             self._start(load=False)
         answer: Future[Any] = Future()
-        getattr(self._actor, name).remote(*args).future().add_done_callback(lambda done: _pass_on(done, answer))
+        asked = self._actor.load.remote() if name == "load" else self._actor.call.remote(name, *args)
+        asked.future().add_done_callback(lambda done: _pass_on(done, answer))
         return answer
 
     def drain(self) -> None:
-        self.call("drain")
+        self._actor.drain.remote()
 
     def close(self) -> None:
         """Ask it to end its workers; `join` ends it."""
         if self._actor is not None:
-            self._closing = self.call("close")
+            self._closing = self._actor.close.remote().future()
 
     def join(self) -> None:
         import ray
