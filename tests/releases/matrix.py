@@ -37,7 +37,7 @@ class Result:
 
 
 def lanes() -> list[str]:
-    """Of all files live-NAME.txt, oldest release first: 0.11.2 is vllm0112, after vllm011."""
+    """Of all files live-NAME.txt, oldest release first: 0.11.1 is vllm0111, after vllm011."""
     names = (file.stem.removeprefix("live-") for file in HERE.glob("live-*.txt"))
     return sorted(names, key=lambda name: (name[: len("vllm000")], name))
 
