@@ -115,7 +115,8 @@ def unbroken(settings: Settings) -> dict[str, str]:
     """The files of a run in which nothing happens."""
     for told in Path(settings.target_model_path).glob("*.told"):
         told.unlink()
-    whole = dataclasses.replace(settings, output_dir=settings.output_dir.with_name("whole"), data_parallel=1)
+    out = settings.output_dir.with_name("whole")
+    whole = dataclasses.replace(settings, output_dir=out, data_parallel=1, ray=None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "ProcessReplica", InProcess)
         run(whole)

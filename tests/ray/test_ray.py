@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,6 @@ from vllm_compat.extraction.report import Report
 from vllm_compat.extraction.settings import Settings
 
 SAMPLES, SEQ_LENGTH, BATCH = 60, 512, 2
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Two nodes with one core each: no node can hold two replicas."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args=node)
-    nodes.add_node(num_cpus=1, object_store_memory=100 * 2**20)
-    yield str(nodes.address)
-    ray.shutdown()
-    nodes.shutdown()
 
 
 @pytest.fixture(scope="module")
