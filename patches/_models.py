@@ -6,7 +6,9 @@ tried: after loading, the model's own final norm decides (``worker/meaning.py``)
 
 from __future__ import annotations
 
-SHOWN = frozenset({"Gemma3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"})
+SHOWN = frozenset(
+    {"Gemma3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
+)
 
 TRANSFORMERS_BACKEND = (
     "vLLM has no class of its own for it and runs transformers' code (its Transformers backend), whose layers return "

@@ -172,6 +172,7 @@ FAMILIES = (
         values={
             "intermediate_size_mlp": 128,
             "moe_layers": [],
+            "interleave_moe_layer_step": 0,
             "attention_chunk_size": 64,
             "no_rope_layers": [1, 1, 1, 0],
         },
