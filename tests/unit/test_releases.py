@@ -13,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from vllm_compat.patches import SPECULATORS
 from vllm_compat.versions import release_of
 
 try:
@@ -66,6 +67,18 @@ def test_ci_takes_its_lanes_from_the_list() -> None:
     assert json.loads(done.stdout) == [entry["live"] for entry in LANES.values()]
     assert "matrix.py --list" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert "tox -e matrix -- oldest newest" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_patch_set_calls_proven_what_has_evidence() -> None:
+    (runtime,) = (package for package in SPECULATORS.runtimes if package.module == "vllm")
+    shown = {release_of(record(file)["vllm"]) for file in RECORDS}
+    assert [Version(release) for release in runtime.proven] == sorted(shown)
+
+
+@pytest.mark.parametrize("release", LIVE)
+def test_a_release_that_does_not_say_why_not_has_evidence(release: str) -> None:
+    shown = [record(file) for file in RECORDS]
+    assert [each for each in shown if str(release_of(each["vllm"])) == release], f"no record of vLLM {release}"
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
