@@ -5,6 +5,7 @@
   (uv makes none, the first start does; with PYTHONDONTWRITEBYTECODE every start compiles). No budget.
 - `sitecustomize`: the same with our folder on PYTHONPATH, which also reads which packages bring patches.
 - `import`: Python with `import vllm_compat` against bare Python. Budget: 15 ms more.
+- `preflight`: `vllm-compat doctor`, which also makes the plan, against bare Python. Budget: 500 ms more.
 - `apply`: plan and apply every patch that applies here, in a process that has already imported the consumer:
   the price on top of that import, without the import's own noise of hundreds of milliseconds. Budget: 50 ms.
 - `consumer`: the same in the usual order, `import vllm_compat` first, as a ratio of whole processes.
@@ -33,6 +34,7 @@ from typing import Any
 CONSUMER = "speculators.data_generation.vllm_hidden_states_generator"
 BARE = "pass"
 IMPORT = "import vllm_compat"
+PREFLIGHT = "from vllm_compat.cli import main; main(['doctor', '--json'])"
 # `require` raises where a patch is missing, so a number without the patches is never reported.
 APPLY = f"""
 import time
@@ -54,10 +56,11 @@ NEEDS = {
     "start-uncompiled": WHEEL,
     "sitecustomize": WHEEL,
     "import": "",
+    "preflight": "",
     "apply": PAIR,
     "consumer": PAIR,
 }
-BUDGETS = {"start": 1.0, "import": 15.0, "apply": 50.0}
+BUDGETS = {"start": 1.0, "import": 15.0, "preflight": 500.0, "apply": 50.0}
 
 
 def run(code: str, python: str = sys.executable, **more: str) -> tuple[float, str]:
@@ -132,6 +135,7 @@ def compare_starts(rounds: int) -> dict[str, Any]:
 def measure(rounds: int, consumer_rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {"python": sys.version.split()[0], **compare_starts(rounds)}
     result["import"] = compare(BARE, IMPORT, rounds)
+    result["preflight"] = compare(BARE, PREFLIGHT, consumer_rounds)
     if all(importlib.util.find_spec(name) for name in ("speculators", "vllm")):
         times = [[float(part) for part in run(APPLY)[1].split()] for _ in range(consumer_rounds + 1)][1:]
         result["apply"] = {

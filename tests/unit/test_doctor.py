@@ -101,17 +101,13 @@ def test_schema(doctor) -> None:
     }
 
 
-def test_imports_neither_consumer_nor_runtime_and_is_quick(doctor, world) -> None:
+def test_imports_neither_consumer_nor_runtime(doctor, world) -> None:
     code = """
-    import time; begin = time.perf_counter()
     import sys, vllm_compat.cli as cli
     cli.main(["doctor", "--json"])
-    assert not {"fakeuser", "fakerun"} & set(sys.modules)
-    print(time.perf_counter() - begin, file=sys.stderr)
+    print(sorted({"fakeuser", "fakerun"} & set(sys.modules)), file=sys.stderr)
     """
-    bytecode = str(world.site.parent / "bytecode")
-    times = [float(world.run(code, PYTHONPYCACHEPREFIX=bytecode).stderr.split()[-1]) for _ in range(3)]
-    assert min(times) < 0.5
+    assert world.run(code).stderr.splitlines()[-1] == "[]"
 
 
 def test_our_own_installation(doctor, world) -> None:
