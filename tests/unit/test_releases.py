@@ -66,7 +66,6 @@ def test_ci_takes_its_lanes_from_the_list() -> None:
     done = subprocess.run([sys.executable, str(RELEASES / "matrix.py"), "--list"], capture_output=True, check=True)
     assert json.loads(done.stdout) == [entry["live"] for entry in LANES.values()]
     assert "matrix.py --list" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    assert "tox -e matrix -- oldest newest" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_patch_set_calls_proven_what_has_evidence() -> None:
