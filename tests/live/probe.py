@@ -1,13 +1,16 @@
 """One extraction that needs every patch: run by `test_patches.py` in its own process, with one of them switched off.
 
 A tokenizer with remote code, 34 prompts (two more than v0.3.0 lets run at once) cut at a small step budget, shared
-prefixes over two calls with the prefix cache on, rows against the reference, proven workers, and no tensor in a reply.
+prefixes over two calls with the prefix cache on, rows against the reference, proven workers, no tensor in a reply,
+and a model that is refused.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,27 @@ def main(model: Path) -> None:
     workers = vllm_compat.status()["workers"]
     assert len(workers) == 1, f"{len(workers)} proven workers"
     assert not tensors_in_replies, f"{len(tensors_in_replies)} replies held tensors"
+    check_refusal(model)
     print("all right")
+
+
+def check_refusal(model: Path) -> None:
+    """A model whose layers return what must not be added, and no weights: refused before anybody looks for them."""
+    from speculators.data_generation import VllmHiddenStatesGenerator
+    from transformers import CohereConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+        CohereConfig(vocab_size=512, architectures=["CohereForCausalLM"], **sizes).save_pretrained(folder)
+        try:
+            VllmHiddenStatesGenerator(folder, layer_ids=[1], max_model_len=256)
+        except Exception as error:  # noqa: BLE001 - told by its text
+            said = str(error)
+        else:
+            said = "no error"
+    if "Nothing has been loaded" not in said:
+        raise AssertionError(f"the model began to load: {said}")
 
 
 def listen(executor: Any) -> list[Any]:

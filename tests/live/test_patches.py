@@ -40,6 +40,7 @@ SYMPTOMS = {
     "scheduler-block-sizes": "missing 1 required positional argument: 'block_size'",
     "prefill-bookkeeping": r"prompt \d+ \(request \w+\): expected 138 rows, got \d+",
     "request-construction": "cache_full_blocks|unexpected keyword argument 'eos_token_id'|a prefix cache was read",
+    "model": "the model began to load",
     "capture": "needs capture",
     "workers": "0 proven workers",
     "devices": "Torch not compiled with CUDA enabled|Found no NVIDIA driver|no NVIDIA GPU",
