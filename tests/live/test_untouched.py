@@ -60,10 +60,12 @@ if __name__ == "__main__":
     after = attributes()
     patched = sorted(key for key, value in originals.items() if vars(consumer)[key] is not value)
     activation = changed(before, after)
-    # Nothing that was lent stays. (Submodules that the consumer is the first to import are attributes of packages.)
+    # Nothing that was lent stays. (Submodules that the consumer is the first to import are attributes of packages, and
+    # transformers' lazy packages keep what they have been asked for. Reading a class's annotations makes them.)
     added = sorted(
         name for name in after.keys() - before.keys()
-        if name.partition(":")[0] in there and not isinstance(after[name], types.ModuleType)
+        if name.partition(":")[0] in there and type(sys.modules[name.partition(":")[0]]) is types.ModuleType
+        and not isinstance(after[name], types.ModuleType) and not name.endswith("__annotations__")
     )
 
     callables = (types.FunctionType, type, classmethod, staticmethod, property)
