@@ -61,7 +61,8 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                 raise RuntimeError(f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.")
             model = self.vllm_config.model_config
             prompts = checked_prompts(token_ids, model.get_vocab_size())
-            state.lengths = [min(len(prompt), model.max_model_len - 1) for prompt in prompts]
+            cut = [prompt[: model.max_model_len - 1] for prompt in prompts]  # as the consumer does
+            state.lengths = [len(prompt) for prompt in cut]
             # Until the call is over, cleaned up included, whatever interrupts it leaves the generator unusable.
             state.broken = "its last call was interrupted"
             with generator_in_use(self):
@@ -69,7 +70,7 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                     if self.scheduler.requests:  # left by a call that vllm_compat did not see
                         self.scheduler.abort_all()
                     results = original(self, prompts)
-                    _check_results(self, [prompt[: model.max_model_len - 1] for prompt in prompts], results)
+                    _check_results(self, cut, results)
                 except BaseException as error:
                     state.broken = _clean_up(self, error)
                     if state.broken and isinstance(error, Exception):

@@ -18,10 +18,11 @@ def whole_prompt_scheduler(original: type) -> type:
             Raises:
                 RuntimeError: a prompt cannot be scheduled (the consumer's loop would end without its rows).
             """
+            from vllm.v1.request import RequestStatus
+
             # The consumer of 0.3 finishes each request after its step; that of 0.4 after the last one, when their slots
             # are long wanted by others.
-            whole = [request_id for request_id, request in self.requests.items() if self._is_whole(request)]
-            self.finish_requests(whole, self._aborted())
+            self.finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
             step = super().schedule(*args, **kwargs)
             # Also where the step only took blocks back: a request gives up its own only when no other is left to give.
             if not step.total_num_scheduled_tokens:
@@ -36,12 +37,6 @@ def whole_prompt_scheduler(original: type) -> type:
             ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             whole = [i for i in ids if i not in self.requests or self._is_whole(self.requests[i])]
             return super().finish_requests(whole, finished_status)
-
-        @staticmethod
-        def _aborted() -> Any:
-            from vllm.v1.request import RequestStatus
-
-            return RequestStatus.FINISHED_ABORTED
 
         @staticmethod
         def _is_whole(request: Any) -> bool:
