@@ -6,19 +6,33 @@ Three ways through the same generator, model and prompts, interleaved, the media
 
 - ``forward``: scheduling, ``execute_model`` and ``sample_tokens``, nothing captured: the most that can be reached;
 - ``extraction``: ``generate`` as a user calls it, rows through shared memory;
-- ``by value``: the same with the rows pickled through vLLM's message queue, as the consumer's own hand-over does.
+- ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue.
+
+Then where the time of ``extraction`` goes, in one more round that waits for the device after each forward pass, so its
+sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, Hugging
+Face with copies to the host, and vLLM's own ``extract_hidden_states`` where the release has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from common import make_model, show
+
+# Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
+# pass unless the split's own wait has done so.
+STEPS = {"execute_model": "forward", "sample_tokens": "sampling", "_get_captured_states": "reply"}
 
 
 def arguments() -> argparse.Namespace:
@@ -29,13 +43,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layer-ids", type=int, nargs="+", default=[2, 8, 13, 15], help="captured layers")
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each prompt")
-    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[8], help="prompts of a call; several: each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--others", action="store_true", help="also Hugging Face and vLLM's own extractor")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result there")
     return parser.parse_args()
 
 
-def forward_only(generator: Any, prompts: list[list[int]]) -> None:
+def random_prompts(count: int, tokens: int) -> list[list[int]]:
+    from vllm_compat.extraction.tiny import VOCABULARY
+
+    source = random.Random(0)
+    return [[source.randrange(3, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+def forward(generator: Any, prompts: list[list[int]]) -> None:
     """The consumer's loop without its capture calls: no book is open in the workers, so their taps do nothing."""
     from speculators.data_generation import vllm_hidden_states_generator as module
 
@@ -57,6 +79,10 @@ def forward_only(generator: Any, prompts: list[list[int]]) -> None:
                 generator.scheduler.finish_requests([request_id], module.RequestStatus.FINISHED_ABORTED)
 
 
+def extraction(generator: Any, prompts: list[list[int]]) -> None:
+    generator.generate(prompts)
+
+
 def by_value(generator: Any, prompts: list[list[int]]) -> None:
     generator.executor._can_map = False
     try:
@@ -65,17 +91,106 @@ def by_value(generator: Any, prompts: list[list[int]]) -> None:
         generator.executor._can_map = True
 
 
-def extraction(generator: Any, prompts: list[list[int]]) -> None:
-    generator.generate(prompts)
+def in_batches(way: Callable[[Any, list[list[int]]], None], generator: Any, batches: list[list[list[int]]]) -> float:
+    begin = time.perf_counter()
+    for batch in batches:
+        way(generator, batch)
+    return time.perf_counter() - begin
+
+
+def split(generator: Any, batches: list[list[list[int]]]) -> dict[str, float]:
+    """Seconds of all batches, by part; ``slicing`` is the consumer's cutting and copying of what it was handed."""
+    seconds: dict[str, float] = dict.fromkeys(["scheduling", *STEPS.values(), "slicing"], 0.0)
+    rpc, schedule = generator.executor.collective_rpc, generator.scheduler.schedule
+    handed_over = 0.0
+
+    @functools.wraps(rpc)
+    def timed_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal handed_over
+        begin = time.perf_counter()
+        reply = rpc(method, *args, **kwargs)
+        handed_over = time.perf_counter()
+        if method in STEPS:
+            seconds[STEPS[method]] += handed_over - begin
+        return reply
+
+    @functools.wraps(schedule)
+    def timed_schedule(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        step = schedule(*args, **kwargs)
+        seconds["scheduling"] += time.perf_counter() - begin
+        return step
+
+    def watch(worker: Any) -> None:
+        import time
+
+        import torch
+
+        runner, copies = worker.model_runner, worker._vllm_compat_capture._copies
+        run, finish = runner.execute_model, copies.finish
+        worker.benchmark_copy = 0.0
+
+        def execute_model(*args: Any, **kwargs: Any) -> Any:
+            output = run(*args, **kwargs)
+            if runner.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # not the copies' own stream
+            return output
+
+        def timed_finish() -> Any:
+            begin = time.perf_counter()
+            result = finish()
+            worker.benchmark_copy += time.perf_counter() - begin
+            return result
+
+        runner.execute_model, copies.finish = execute_model, timed_finish
+        worker.benchmark_undo = lambda: (setattr(runner, "execute_model", run), setattr(copies, "finish", finish))
+
+    def unwatch(worker: Any) -> float:
+        worker.benchmark_undo()
+        return float(worker.benchmark_copy)
+
+    rpc(watch)
+    generator.executor.collective_rpc, generator.scheduler.schedule = timed_rpc, timed_schedule
+    total = 0.0
+    try:
+        for batch in batches:
+            begin = time.perf_counter()
+            generator.generate(batch)
+            end = time.perf_counter()
+            total += end - begin
+            seconds["slicing"] += end - handed_over
+    finally:
+        del generator.executor.collective_rpc, generator.scheduler.schedule
+        copy = rpc(unwatch)[0]
+    seconds["rest"] = total - sum(seconds.values())
+    # The worker waits for its copies while it makes the reply.
+    return {**seconds, "reply": seconds["reply"] - copy, "copy": copy}
+
+
+def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
+    """Tokens per second of each other way, or the last line of why not. A process each: this one opens no device."""
+    rates: dict[str, float | str] = {}
+    for way in ("hugging_face", "vllm_extractor"):
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("others.py")),
+            way,
+            str(folder),
+            json.dumps(vars(options)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
+        rates[way] = float(last[0]) if done.returncode == 0 else f"did not run: {last[0] if last else done.returncode}"
+    return rates
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    import vllm_compat
-    from vllm_compat.extraction.tiny import VOCABULARY, make_model, make_tokenizer
+    import torch
 
-    heads = options.hidden // 128
-    make_model(folder, layers=options.layers, hidden=options.hidden, heads=heads, kv_heads=heads, dtype="bfloat16")
-    make_tokenizer(folder)
+    import vllm_compat
+
+    make_model(folder, options.hidden, options.layers, options.tokens + 1)
+    extra = others(folder, options) if options.others else {}
     from speculators.data_generation import VllmHiddenStatesGenerator
 
     generator = VllmHiddenStatesGenerator(
@@ -84,29 +199,52 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_model_len=options.tokens + 1,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    source = random.Random(0)
-    prompts = [[source.randrange(3, VOCABULARY) for _ in range(options.tokens)] for _ in range(options.prompts)]
-    batches = [prompts[start : start + options.batch_size] for start in range(0, len(prompts), options.batch_size)]
-    ways = (forward_only, extraction, by_value)
-    seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
-    for way in ways:
-        way(generator, batches[0])  # warm up
-    for _ in range(options.rounds):
+    prompts = random_prompts(options.prompts, options.tokens)
+    ways = (forward, extraction, by_value)
+    results = []
+    for size in options.batch_size:
+        batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         for way in ways:
-            begin = time.perf_counter()
-            for batch in batches:
-                way(generator, batch)
-            seconds[way.__name__].append(time.perf_counter() - begin)
-    tokens = options.prompts * options.tokens
-    rate = {name: tokens / statistics.median(times) for name, times in seconds.items()}
+            way(generator, batches[0])  # warm up
+        seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
+        for _ in range(options.rounds):
+            for way in ways:
+                seconds[way.__name__].append(in_batches(way, generator, batches))
+        tokens = options.prompts * options.tokens
+        rate = {name: tokens / statistics.median(times) for name, times in seconds.items()}
+        results.append(
+            {
+                "batch_size": size,
+                "tokens_per_second": rate,
+                "extraction_over_forward": rate["extraction"] / rate["forward"],
+                "extraction_over_by_value": rate["extraction"] / rate["by_value"],
+                "seconds_of_a_round": split(generator, batches),
+            }
+        )
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
         "settings": vars(options),
-        "tokens_per_second": rate,
-        "extraction_over_forward": rate["extraction"] / rate["forward_only"],
-        "extraction_over_by_value": rate["extraction"] / rate["by_value"],
+        "threads": torch.get_num_threads(),
+        "bytes_per_token": len(set(options.layer_ids)) * options.hidden * 2,
+        "others_tokens_per_second": extra,
+        "batches": results,
     }
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for each in result["batches"]:
+        lines.append(f"batches of {each['batch_size']}")
+        lines += [f"{name:>16}  {rate:>10.0f} tokens/s" for name, rate in each["tokens_per_second"].items()]
+        lines.append(f"    over forward  {each['extraction_over_forward']:>10.2f}")
+        lines.append(f"   over by value  {each['extraction_over_by_value']:>10.2f}")
+        whole = sum(each["seconds_of_a_round"].values())
+        parts = sorted(each["seconds_of_a_round"].items(), key=lambda part: -part[1])
+        lines.append("  time: " + ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts))
+    for name, rate in result["others_tokens_per_second"].items():
+        lines.append(f"{name:>16}  " + (f"{rate:>10.0f} tokens/s" if isinstance(rate, float) else str(rate)))
+    return lines
 
 
 def main() -> None:
@@ -115,13 +253,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder) / "model")
-    if options.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, rate in result["tokens_per_second"].items():
-        print(f"{name:>14}  {rate:>10.0f} tokens/s")
-    print(f"extraction / forward  {result['extraction_over_forward']:.2f}")
-    print(f"extraction / by value {result['extraction_over_by_value']:.2f}")
+    show(result, options.json, table(result))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ to host memory and the hand-over, is in ``benchmarks/extraction.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from common import make_model, show
 
 
 def arguments() -> argparse.Namespace:
@@ -23,17 +24,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layer-ids", type=int, nargs="+", default=[2, 8, 13, 15], help="tapped layers")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result there")
     return parser.parse_args()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     import vllm_compat
-    from vllm_compat.extraction.tiny import make_model, make_tokenizer
 
-    heads = options.hidden // 128
-    make_model(folder, layers=options.layers, hidden=options.hidden, heads=heads, kv_heads=heads, dtype="bfloat16")
-    make_tokenizer(folder)
+    make_model(folder, options.hidden, options.layers, options.tokens + 1)
     from speculators.data_generation import VllmHiddenStatesGenerator
 
     generator = VllmHiddenStatesGenerator(str(folder), layer_ids=options.layer_ids, max_model_len=options.tokens + 1)
@@ -82,12 +80,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, Path(folder) / "model")
-    if options.json:
-        print(json.dumps(result, indent=2))
-        return
-    for name, seconds in result["seconds_of_a_step"].items():
-        print(f"{name:>6}  {seconds * 1000:>8.2f} ms")
-    print(f"taps / bare {result['taps_over_bare']:.3f}, idle / bare {result['idle_over_bare']:.3f}")
+    lines = [f"{name:>6}  {seconds * 1000:>8.2f} ms" for name, seconds in result["seconds_of_a_step"].items()]
+    lines.append(f"taps / bare {result['taps_over_bare']:.3f}, idle / bare {result['idle_over_bare']:.3f}")
+    show(result, options.json, lines)
 
 
 if __name__ == "__main__":

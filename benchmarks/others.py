@@ -1,0 +1,107 @@
+"""Other ways to the same rows, for ``extraction.py --others``; prints tokens per second.
+
+python benchmarks/others.py hugging_face|vllm_extractor MODEL SETTINGS_AS_JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from extraction import random_prompts
+
+Batch = list[list[int]]
+
+
+def hugging_face(model: str, layer_ids: list[int], longest: int) -> Callable[[Batch], Any]:
+    """Prompts of one length need no padding; hooks keep what is asked for, and only that is copied to the host."""
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device)
+    kept: list[torch.Tensor] = []
+    for layer_id in layer_ids:
+        network.model.layers[layer_id].register_forward_hook(
+            lambda module, args, output: kept.append(output[0] if isinstance(output, tuple) else output)
+        )
+
+    def run(batch: Batch) -> Any:
+        kept.clear()
+        with torch.inference_mode():
+            network.model(torch.tensor(batch, device=device), use_cache=False)
+            layers = [rows.cpu() for rows in kept]
+        return [[rows[prompt].clone() for rows in layers] for prompt in range(len(batch))]
+
+    return run
+
+
+def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[Batch], Any]:
+    """vLLM's own (docs/features/speculative_decoding/extract_hidden_states.md), files in /dev/shm, read back.
+
+    Its layer numbers count layers passed, ours name the last one passed.
+    """
+    import vllm
+    from safetensors.torch import load_file
+
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+    network = vllm.LLM(
+        model,
+        max_model_len=longest + 1,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=8192,
+        speculative_config={
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": [layer_id + 1 for layer_id in layer_ids]}
+            },
+        },
+        kv_transfer_config={
+            "kv_connector": "ExampleHiddenStatesConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": folder.name},
+        },
+    )
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0)
+
+    def run(batch: Batch, keep: Any = folder) -> Any:
+        outputs = network.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling, use_tqdm=False)
+        results = []
+        for output in outputs:
+            path = output.kv_transfer_params["hidden_states_path"]
+            results.append(load_file(path))
+            os.unlink(path)
+        return results
+
+    return run
+
+
+def main() -> None:
+    way, model, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    run = {"hugging_face": hugging_face, "vllm_extractor": vllm_extractor}[way](
+        model, settings["layer_ids"], settings["tokens"]
+    )
+    prompts = random_prompts(settings["prompts"], settings["tokens"])
+    size = settings["batch_size"][0]
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    run(batches[0])  # warm up
+    seconds = []
+    for _ in range(settings["rounds"]):
+        begin = time.perf_counter()
+        for batch in batches:
+            run(batch)
+        seconds.append(time.perf_counter() - begin)
+    print(settings["prompts"] * settings["tokens"] / statistics.median(seconds))
+
+
+if __name__ == "__main__":
+    main()
