@@ -6,7 +6,8 @@ Three ways through the same generator, model and prompts, interleaved, the media
 
 - ``forward``: scheduling, ``execute_model`` and ``sample_tokens``, nothing captured: the most that can be reached;
 - ``extraction``: ``generate`` as a user calls it, rows through shared memory;
-- ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue.
+- ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue and with the one thread that
+  vLLM leaves to this process.
 
 Then where the time of ``extraction`` goes, in one more round that waits for the device after each forward pass, so its
 sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, Hugging
@@ -84,11 +85,16 @@ def extraction(generator: Any, prompts: list[list[int]]) -> None:
 
 
 def by_value(generator: Any, prompts: list[list[int]]) -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     generator.executor._can_map = False
     try:
         generator.generate(prompts)
     finally:
         generator.executor._can_map = True
+        torch.set_num_threads(threads)
 
 
 def in_batches(way: Callable[[Any, list[list[int]]], None], generator: Any, batches: list[list[list[int]]]) -> float:
@@ -176,7 +182,7 @@ def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
             str(Path(__file__).with_name("others.py")),
             way,
             str(folder),
-            json.dumps(vars(options)),
+            json.dumps(vars(options), default=str),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]

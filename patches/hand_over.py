@@ -8,6 +8,7 @@ import os
 import stat
 from typing import Any
 
+from vllm_compat.patches._host import give_back_freed_memory, keep_freed_memory
 from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.registry import Patch, Rebind, Shape
@@ -20,6 +21,7 @@ def sharing_executor(original: type) -> type:
         understands_descriptions = True
         _can_map = True
         _mapped: tuple[tuple[int, int, int], mmap.mmap] | None = None
+        _largest = 0  # bytes of a call's results
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             reply = super().collective_rpc(method, *args, **kwargs)
@@ -36,6 +38,9 @@ def sharing_executor(original: type) -> type:
             if description["call"] != self.call_number:
                 self.out_of_step = f"a reply to call {description['call']} came in call {self.call_number}"
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
+            if description["bytes"] > self._largest:
+                self._largest = description["bytes"]
+                keep_freed_memory(self._largest)
             if self._can_map:
                 try:
                     if description["fd"] is None:
@@ -57,6 +62,8 @@ def sharing_executor(original: type) -> type:
             """The workers' memory goes when they do, not when the last reference to this executor does."""
             super().shutdown()
             self._mapped = None
+            if self._largest:
+                give_back_freed_memory()
 
         def _map(self, pid: int, fd: int, size: int) -> mmap.mmap:
             """Map the worker's anonymous file through its descriptor: it has no name to guess or to leave behind."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_compat import ledger
 from vllm_compat.errors import CompatError
+from vllm_compat.patches._host import copying_threads
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
 from vllm_compat.patches.worker.mailbox import PATH, Mailbox
@@ -116,15 +117,14 @@ def cuda_driver_is_initialised() -> bool:
 
 @contextlib.contextmanager
 def _host_threads() -> Iterator[None]:
-    """Keep this process's threads: vLLM sets them to one, for its workers' sake (``set_multiprocessing_worker_envs``),
-    and the consumer then copies each batch's hidden states with a single core."""
+    """vLLM sets this process's threads to one, and the consumer then copies hidden states with a single core."""
     import torch
 
     threads = torch.get_num_threads()
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(copying_threads(threads))
 
 
 @contextlib.contextmanager

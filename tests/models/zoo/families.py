@@ -69,6 +69,8 @@ DEEPSEEK_V3 = MLA | {
     "scoring_func": "sigmoid",  # these two are in the published configurations, and vLLM asks for them
     "topk_method": "noaux_tc",
 }
+# The widths of the published models, the only ones that the kernels of latent attention know.
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
 NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # vLLM's CPU build has no kernel for latent attention; the layers are the same
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 MROPE = {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}
@@ -131,7 +133,7 @@ FAMILIES = (
     Family(
         name="DeepSeek-V3-MLA",
         config="DeepseekV3Config",
-        values=DEEPSEEK_V3,
+        values=DEEPSEEK_V3 | LATENT,
         cannot_on_cpu="MLA is not supported on CPU",
         note="latent attention's own kernels",
     ),
