@@ -68,11 +68,11 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
                 axes.annotate(
                     f"{each['extraction_over_forward']:.0%}", (position, rates["extraction"]), ha="center", va="bottom"
                 )
-                names.append(f"{len(result['settings']['layer_ids'])} × {each['batch_size']}")
+                names.append(f"{len(result['settings']['layer_ids'])} x {each['batch_size']}")
                 position += 1
         axes.set_xticks(range(position), names, rotation=60)
         axes.set_title(f"hidden size {hidden}")
-        axes.set_xlabel("captured layers × prompts of a call")
+        axes.set_xlabel("captured layers x prompts of a call")
         axes.set_ylabel("tokens/s")
     figure.axes[0].legend()
     figure.savefig(file)
