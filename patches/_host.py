@@ -12,6 +12,7 @@ import os
 MOST_THREADS = 16
 # <malloc.h> of glibc, and the largest value that it takes for the second (DEFAULT_MMAP_THRESHOLD_MAX).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20
+MARGIN = 2 * LARGEST_FROM_HEAP  # of what else is free beside the results
 
 
 def copying_threads(own: int) -> int:
@@ -28,7 +29,7 @@ def copying_threads(own: int) -> int:
 def keep_freed_memory(size: int) -> None:
     """Let malloc keep up to ``size`` bytes that were freed, for the next call's results.
 
-    Else it gives them back to the system, and takes them again page by page: that is five times the time of the copy.
+    Else it gives them back to the system and takes them again page by page, which takes longer than the copy.
     """
     libc = _glibc()
     if libc is not None:
@@ -40,7 +41,7 @@ def give_back_freed_memory() -> None:
     """No call is to come: what glibc itself would keep after freeing its largest piece from the heap is enough."""
     libc = _glibc()
     if libc is not None:
-        libc.mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_FROM_HEAP)
+        libc.mallopt(M_TRIM_THRESHOLD, MARGIN)
         libc.malloc_trim(0)
 
 

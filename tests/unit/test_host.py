@@ -1,0 +1,58 @@
+"""Threads and memory of the process that copies results; a real malloc, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm_compat.patches import _host
+
+PIECES, PIECE = 16, 4 * 2**20
+CHURN = f"""
+import ctypes, resource, sys
+from vllm_compat.patches import _host
+if sys.argv[1] == "keep":
+    _host.keep_freed_memory({PIECES * PIECE} + _host.MARGIN)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def call():
+    pieces = [libc.malloc({PIECE}) for _ in range({PIECES})]
+    for piece in pieces:
+        ctypes.memset(piece, 1, {PIECE})
+    for piece in pieces:
+        libc.free(piece)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+before = resident()
+call(); call()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+call()
+faults, kept = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, resident() - before
+_host.give_back_freed_memory()
+print(faults, kept, resident() - before)
+"""
+
+
+def churn(word: str) -> list[int]:
+    done = subprocess.run([sys.executable, "-c", CHURN, word], capture_output=True, text=True, check=True)
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_the_next_call_takes_what_was_freed_and_the_last_gives_it_back() -> None:
+    pages = PIECES * PIECE // os.sysconf("SC_PAGE_SIZE")
+    faults, kept, after = churn("keep")
+    assert faults < pages // 100
+    assert kept > PIECES * PIECE // 2
+    assert after < PIECE
+    assert churn("no")[0] > pages // 2, "glibc keeps freed memory by itself: this setting is not needed any more"
+
+
+@pytest.mark.parametrize(
+    ("cores", "own", "threads"), [(32, 32, 16), (128, 128, 16), (16, 16, 8), (2, 2, 1), (1, 1, 1), (32, 4, 4)]
+)
+def test_half_of_the_cores_copy(monkeypatch: pytest.MonkeyPatch, cores: int, own: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert _host.copying_threads(own) == threads
