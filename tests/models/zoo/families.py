@@ -28,6 +28,7 @@ class Family:
     environ: Mapping[str, str] = field(default_factory=dict)  # settings of this run
     note: str = ""  # what of the family the configuration shows
     refused: str | None = None  # the refusal that is right here (a regular expression)
+    refused_on_cpu: str | None = None  # the same, of vLLM's CPU build only
     cannot_on_cpu: str | None = None  # vLLM's own error there (a regular expression), which is not about extraction
 
 
@@ -71,7 +72,8 @@ DEEPSEEK_V3 = MLA | {
 }
 # The widths of the published models, the only ones that the kernels of latent attention know.
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
-NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # vLLM's CPU build has no kernel for latent attention; the layers are the same
+NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # attention as one writes it down, for any width; the layers are the same
+WRONG_ROTARY = "rotary kernel turns queries wrongly"
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 MROPE = {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}
 
@@ -116,16 +118,25 @@ FAMILIES = (
     Family(
         name="DeepSeek-V2",
         config="DeepseekV2Config",
-        values=MLA | {"routed_scaling_factor": 1.5, "topk_method": "greedy"},
+        values=MLA | {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
         environ=NO_MLA,
+        refused_on_cpu=WRONG_ROTARY,
         note="dense and sparse layers",
     ),
-    Family(name="DeepSeek-V3", config="DeepseekV3Config", values=DEEPSEEK_V3, environ=NO_MLA, note="grouped experts"),
+    Family(
+        name="DeepSeek-V3",
+        config="DeepseekV3Config",
+        values=DEEPSEEK_V3,
+        environ=NO_MLA,
+        refused_on_cpu=WRONG_ROTARY,
+        note="grouped experts",
+    ),
     Family(
         name="DeepSeek-V3-float16",
         config="DeepseekV3Config",
         values=DEEPSEEK_V3,
         environ=NO_MLA,
+        refused_on_cpu=WRONG_ROTARY,
         dtype="float16",
         refused="in float16 its layers scale the residual stream down",
         note="vLLM divides the stream by the routing factor",
@@ -143,6 +154,7 @@ FAMILIES = (
         values=DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1},
         wrapper="kimi_k2",
         environ=NO_MLA,
+        refused_on_cpu=WRONG_ROTARY,
         note="DeepSeek-V3's classes under its own model type",
     ),
     Family(
@@ -151,6 +163,7 @@ FAMILIES = (
         values=DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1},
         wrapper="kimi_k25",
         environ=NO_MLA,
+        refused_on_cpu=WRONG_ROTARY,
         note="text prompts; no EAGLE-3 marker in vLLM 0.16",
     ),
     Family(
@@ -183,7 +196,7 @@ FAMILIES = (
     Family(
         name="Gemma-2",
         config="Gemma2Config",
-        values=WINDOW | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+        values=WINDOW | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
         note="scaled embedding, capped scores, sliding and full attention",
     ),
     Family(

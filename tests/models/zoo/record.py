@@ -122,9 +122,11 @@ def _conclude(record: Record, family: Family, text: str, cause: str) -> None:
     """A refusal that is expected, an error that is known to be vLLM's own here, or a failure."""
     text = f"{cause} ({text})" if cause and cause not in text else text
     record.text = re.sub(r"\(?/[^ ()]*/(model|wrapped)\)? ?", "", text)
-    if family.refused and re.search(family.refused, text):
+    on_cpu = record.device == "cpu"
+    refused = family.refused or (family.refused_on_cpu if on_cpu else None)
+    if refused and re.search(refused, text):
         record.verdict = REFUSED
-    elif record.device == "cpu" and family.cannot_on_cpu and re.search(family.cannot_on_cpu, text):
+    elif on_cpu and family.cannot_on_cpu and re.search(family.cannot_on_cpu, text):
         record.verdict = CANNOT
 
 
