@@ -28,7 +28,7 @@ LAYER_IDS = list(range(LAYERS))
 def test_rows_are_right(name: str, extract: Any, tmp_path: Path) -> None:
     checkpoint = build(FAMILY[name], tmp_path)
     extraction = extract(checkpoint.folder, LAYER_IDS, max_model_len=512)
-    prompts, _ = decided_prompts(checkpoint, (90, 70, 1, 45), LAYER_IDS, vocabulary=VOCABULARY)
+    prompts, _ = decided_prompts(checkpoint, (90, 70, 1, 45), vocabulary=VOCABULARY)
     extraction.check(prompts)
 
 

@@ -62,8 +62,9 @@ def run(lane: str, oldest: bool, args: list[str], environ: dict[str, str], used:
     code = subprocess.run([*tox, "--notest"], cwd=ROOT, env=environ, check=False).returncode
     if code == 0 and oldest:
         python = ROOT / ".tox" / f"live-{lane}" / "bin" / "python"
-        install = ["uv", "pip", "install", "--python", str(python), oldest_transformers(python)]
-        code = subprocess.run(install, env=environ, check=False).returncode
+        pins = str(HERE / f"live-{lane}.txt")  # all of it again, so that what else wants a newer one goes back too
+        install = ["uv", "pip", "install", "--python", str(python), "-r", pins, oldest_transformers(python)]
+        code = subprocess.run(install, env={**environ, "UV_OVERRIDE": pins}, check=False).returncode
     installed = time.monotonic()
     if code == 0:
         code = subprocess.run([*tox, "--skip-pkg-install", "--", *TESTS, *args], cwd=ROOT, env=environ).returncode

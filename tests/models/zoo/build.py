@@ -59,6 +59,8 @@ def build(family: Family, folder: Path) -> Checkpoint:
     model.to(getattr(torch, family.dtype)).save_pretrained(reference, safe_serialization=True)
     make_tokenizer(reference)
     if family.text is not None:
+        # transformers 4.57 writes it into the text model's part only.
+        _edit(reference / "config.json", lambda config: config.update(architectures=[type(model).__name__]))
         _write_processor(reference)
     if family.quantize is not None:
         return quantized.write(family.quantize, reference, folder)

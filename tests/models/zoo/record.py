@@ -93,7 +93,7 @@ def _extract(record: Record, checkpoint: Checkpoint) -> None:
         str(checkpoint.folder), layer_ids=layer_ids, max_model_len=512, gpu_memory_utilization=0.1
     )
     try:
-        prompts, record.replaced_tokens = decided_prompts(checkpoint, LENGTHS, layer_ids, vocabulary=VOCABULARY)
+        prompts, record.replaced_tokens = decided_prompts(checkpoint, LENGTHS, vocabulary=VOCABULARY)
         states = [result["hidden_states"] for result in generator.generate(prompts)]
     finally:
         generator.executor.shutdown()
