@@ -230,7 +230,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
-        "settings": vars(options),
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "threads": torch.get_num_threads(),
         "bytes_per_token": len(set(options.layer_ids)) * options.hidden * 2,
         "others_tokens_per_second": extra,

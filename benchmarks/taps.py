@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
-        "settings": vars(options),
+        "settings": {name: value for name, value in vars(options).items() if name != "json"},
         "seconds_of_a_step": seconds,
         "taps_over_bare": seconds["taps"] / seconds["bare"],
         "idle_over_bare": seconds["idle"] / seconds["bare"],
