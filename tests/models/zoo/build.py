@@ -201,10 +201,22 @@ def kimi_k25(folder: Path) -> None:
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def minimax(folder: Path) -> None:
+    """Without what transformers computes and saves, and the published checkpoints do not have."""
+    import safetensors.torch
+
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    computed = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+    kept = {name: weight for name, weight in weights.items() if not name.endswith(computed)}
+    safetensors.torch.save_file(kept, file, metadata={"format": "pt"})
+
+
 WRAPPERS: dict[str, Callable[[Path], None]] = {
     "remote_code": remote_code,
     "kimi_k2": kimi_k2,
     "kimi_k25": kimi_k25,
+    "minimax": minimax,
 }
 
 
@@ -221,3 +233,4 @@ def _write_processor(folder: Path) -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": [*fillers, *MARKS]})
     tokenizer.save_pretrained(folder)
     transformers.Qwen2VLImageProcessor().save_pretrained(folder)
+    _edit(folder / "tokenizer_config.json", lambda config: config.update(tokenizer_class="Qwen2TokenizerFast"))
