@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,32 +17,12 @@ sys.path.append(str(Path(__file__).parent))  # test modules, and the processes o
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    """Settings of a run with the fake engine: no model to look at, no data to preprocess."""
     import fakes
 
-    from vllm_compat.extraction import devices, extract, model
-    from vllm_compat.extraction.settings import Settings
+    from vllm_compat.extraction import devices
 
-    (tmp_path / "model").mkdir()
-    monkeypatch.setattr(model, "look_at", lambda path: model.Model(fakes.WIDTH, "model's hash"))
     monkeypatch.setattr(devices, "visible", lambda: (None, []))
-    prompts = fakes.samples(fakes.LENGTHS, fakes.SEQ_LENGTH)
-    monkeypatch.setattr(extract, "load_samples", lambda settings, **known: (prompts, "counted"))
-
-    def build(**given: Any) -> Settings:
-        asked = {
-            "target_model_path": str(tmp_path / "model"),
-            "train_data_path": "sharegpt",
-            "output_dir": tmp_path / "out",
-            "token_freq_path": tmp_path / "token_freq.pt",
-            "seq_length": fakes.SEQ_LENGTH,
-            "batch_size": fakes.BATCH,
-            "layer_ids": fakes.LAYERS,
-            "engine": "fakes:FakeEngine",
-        }
-        return Settings(**{**asked, **given})
-
-    return build
+    return fakes.settings_of(tmp_path, monkeypatch)
 
 
 @pytest.fixture

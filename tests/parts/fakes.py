@@ -7,14 +7,17 @@ import dataclasses
 import hashlib
 import os
 import resource
+import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from vllm_compat.extraction import extract, processes
+from vllm_compat.extraction import extract, model, processes
 from vllm_compat.extraction.dispatch import Stop
 from vllm_compat.extraction.report import Report
 from vllm_compat.extraction.settings import Settings
@@ -105,9 +108,33 @@ def samples(lengths: list[int], seq_length: int) -> Any:
     return Samples(rows, cut, digest.hexdigest())
 
 
+def settings_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **always: Any) -> Callable[..., Settings]:
+    """Build settings of a run with the fake engine: no model to look at, no data to preprocess."""
+    (folder / "model").mkdir()
+    monkeypatch.setattr(model, "look_at", lambda path: model.Model(WIDTH, "model's hash"))
+    prompts = samples(LENGTHS, SEQ_LENGTH)
+    monkeypatch.setattr(extract, "load_samples", lambda settings, **known: (prompts, "counted"))
+
+    def build(**given: Any) -> Settings:
+        asked = {
+            "target_model_path": str(folder / "model"),
+            "train_data_path": "sharegpt",
+            "output_dir": folder / "out",
+            "token_freq_path": folder / "token_freq.pt",
+            "seq_length": SEQ_LENGTH,
+            "batch_size": BATCH,
+            "layer_ids": LAYERS,
+            "engine": "fakes:FakeEngine",
+        }
+        return Settings(**{**asked, **always, **given})
+
+    return build
+
+
 def run(settings: Settings) -> Report:
     report = Report(folder=str(settings.output_dir))
-    extract.run(settings, report, Stop(), command=["extract", "--flag"])
+    with mock.patch.object(sys, "argv", ["extract", "--flag"]):
+        extract.run(settings, report, Stop())
     return report
 
 

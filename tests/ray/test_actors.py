@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import LAYERS, LENGTHS, SEQ_LENGTH, WIDTH, digests, run, samples, tell, unbroken
+from fakes import run, settings_of, tell, unbroken
 
-from vllm_compat.extraction import extract, model
+from vllm_compat.extraction import extract
 from vllm_compat.extraction.dispatch import Stop
 from vllm_compat.extraction.report import Report
 from vllm_compat.extraction.settings import Settings
@@ -21,27 +21,7 @@ from vllm_compat.extraction.settings import Settings
 
 @pytest.fixture
 def settings(tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    (tmp_path / "model").mkdir()
-    prompts = samples(LENGTHS, SEQ_LENGTH)
-    monkeypatch.setattr(model, "look_at", lambda path: model.Model(WIDTH, "model's hash"))
-    monkeypatch.setattr(extract, "load_samples", lambda settings, **known: (prompts, "counted"))
-
-    def build(**given: Any) -> Settings:
-        asked = {
-            "target_model_path": str(tmp_path / "model"),
-            "train_data_path": "sharegpt",
-            "output_dir": tmp_path / "out",
-            "token_freq_path": tmp_path / "token_freq.pt",
-            "seq_length": SEQ_LENGTH,
-            "batch_size": 1,
-            "layer_ids": LAYERS,
-            "engine": "fakes:FakeEngine",
-            "data_parallel": 2,
-            "ray": cluster,
-        }
-        return Settings(**{**asked, **given})
-
-    return build
+    return settings_of(tmp_path, monkeypatch, batch_size=1, data_parallel=2, ray=cluster)
 
 
 def test_a_killed_actor_is_replaced_and_its_replica_ends(settings: Any) -> None:

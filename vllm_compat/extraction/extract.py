@@ -32,19 +32,19 @@ from vllm_compat.extraction.streams import say, stdout_to_stderr
 __all__ = ["add_arguments", "main", "run"]
 
 
-def run(settings: Settings, report: Report, stop: Stop, *, command: Sequence[str] = ()) -> None:
+def run(settings: Settings, report: Report, stop: Stop) -> None:
     """Do it; what happened is in `report`. Raises what stops the run, ValueError for settings that cannot work."""
     settings.check()
     with contextlib.ExitStack() as stack:
         if not settings.dry_run:
             settings.output_dir.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FolderLock(settings.output_dir))
-        _Run(settings, report, stop, command).go()
+        _Run(settings, report, stop).go()
 
 
 class _Run:
-    def __init__(self, settings: Settings, report: Report, stop: Stop, command: Sequence[str]) -> None:
-        self._settings, self._report, self._stop, self._command = settings, report, stop, command
+    def __init__(self, settings: Settings, report: Report, stop: Stop) -> None:
+        self._settings, self._report, self._stop = settings, report, stop
         self._folder = OutputFolder(
             settings.output_dir.resolve(), start_idx=settings.start_idx, batch_size=settings.batch_size
         )
@@ -229,7 +229,7 @@ class _Run:
             tensor_parallel_size=places.tensor_parallel_size,
             writers=settings.writers,
             write_queue=int(settings.write_queue * GIB),
-            command=tuple(self._command),
+            command=tuple(sys.argv),  # for data_config.json
             engine=settings.engine,
             verbose=settings.verbose,
         )
@@ -250,7 +250,7 @@ def main(arguments: argparse.Namespace) -> int:
     with stdout_to_stderr(), stop.listening():
         try:
             _quiet(settings)
-            run(settings, report, stop, command=sys.argv)
+            run(settings, report, stop)
             code = 0 if report.ok else 128 + (stop.number or 0)
         except Stopped as error:
             report.outcome, report.error, code = "stopped", str(error), 128 + error.number

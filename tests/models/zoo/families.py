@@ -252,7 +252,8 @@ FAMILIES = (
             "num_experts_per_tok": 2,
             "layer_types": ["linear_attention", "full_attention"] * 2,
             "block_size": 32,
-            "rotary_dim": 32,
+            "head_dim": 64,  # the narrowest that lightning attention takes
+            "rotary_dim": 64,
         },
         wrapper="minimax",
         note="lightning and full attention",
