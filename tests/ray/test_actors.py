@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import run, settings_of, tell, unbroken
+from fakes import digests, run, settings_of, tell, unbroken
 
 from vllm_compat.extraction import extract
 from vllm_compat.extraction.dispatch import Stop
