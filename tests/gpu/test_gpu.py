@@ -97,11 +97,12 @@ def test_the_parent_holds_nothing_on_a_device(extraction: Any, prompts_of: Promp
     assert str(os.getpid()) not in holders
 
 
-def test_verify_computes_the_reference_on_the_device(large: Path, tp: int) -> None:
+def test_verify_computes_the_reference_on_the_device(large: Path, tp: int, tmp_path: Path) -> None:
     """A child process extracts and ends; then Hugging Face has the device."""
     command = [sys.executable, "-m", "vllm_compat", "verify", str(large), "--device", "cuda", "--json"]
     options = ["--samples", "3", "--seq-length", "512", "--tensor-parallel-size", str(tp)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=False)
+    # Elsewhere than in the checkout, which `python -m` would take for the package.
+    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     answer = json.loads(done.stdout)
     assert (answer["ok"], answer["device"], len(answer["files"]["recomputed"])) == (True, "cuda", 3)
