@@ -21,7 +21,7 @@ from vllm_compat.extraction.manifest import read_manifest, read_records
 from vllm_compat.extraction.report import Report
 from vllm_compat.extraction.settings import Settings
 
-SAMPLES, SEQ_LENGTH, BATCH = 60, 512, 2
+SAMPLES, SEQ_LENGTH, BATCH = 240, 512, 2
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def whole(settings: Callable[..., Settings]) -> dict[str, str]:
-    """The files of one replica in a process of this machine."""
+def whole(cluster: str, settings: Callable[..., Settings]) -> dict[str, str]:
+    """The files of one replica in a process of this machine, with the cluster's settings."""
     report = Report(folder="whole")
     extract.run(settings("whole"), report, Stop())
     assert report.files_written == SAMPLES
