@@ -36,7 +36,7 @@ def test_a_killed_actor_is_replaced_and_its_replica_ends(settings: Any) -> None:
         except BaseException as error:  # noqa: BLE001 - handed to the test
             failures.append(error)
 
-    thread = threading.Thread(target=go)
+    thread = threading.Thread(target=go, daemon=True)  # a failed test must not wait for it
     thread.start()
     end = time.monotonic() + 300
     while len(report.replicas) < 2 or not report.files_written:

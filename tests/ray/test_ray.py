@@ -73,7 +73,7 @@ def test_the_union_equals_the_single_run_although_an_actor_is_killed(
         except BaseException as error:  # noqa: BLE001 - handed to the test
             failures.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)  # a failed test must not wait for it
     thread.start()
     end = time.monotonic() + 900
     while len(report.replicas) < 2 or not (asked.output_dir / "data_0.pt").exists():
