@@ -256,6 +256,7 @@ FAMILIES = (
             "rotary_dim": 64,
         },
         wrapper="minimax",
+        cannot_on_cpu="Found no NVIDIA driver",  # lightning attention is a Triton kernel
         note="lightning and full attention",
     ),
     Family(
