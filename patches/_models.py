@@ -7,7 +7,25 @@ tried: after loading, the model's own final norm decides (``worker/meaning.py``)
 from __future__ import annotations
 
 SHOWN = frozenset(
-    {"Gemma3ForCausalLM", "Glm4MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"}
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
+        "GraniteForCausalLM",
+        "Llama4ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Olmo2ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen3VLForConditionalGeneration",
+    }
 )
 
 TRANSFORMERS_BACKEND = (
