@@ -357,3 +357,37 @@ def test_kernels_that_drop_bits_are_known_by_their_call(
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     assert kernels.cut() == expected
+
+
+@pytest.mark.parametrize("step", [0.01, 0.02, 0.05])  # of what the noise is: half, as much, 2.5 times
+def test_layers_that_differ_by_less_than_the_noise_are_told_by_all_their_rows(step: float) -> None:
+    """In a deep model a layer adds little. One row may be on the wrong side by accident, not all of them."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn() -> Any:
+        return torch.randn(100, 1024, generator=generator)
+
+    levels = [drawn()]
+    for _ in range(4):
+        levels.append(levels[-1] + step * drawn())
+
+    def judged(held: int) -> Any:
+        got = (levels[held] * (1 + 0.02 * drawn())).bfloat16()
+        rivals = {layer: [levels[layer]] for layer in (1, 3)}
+        return compare([[got]], [[levels[2]]], layer_ids=[2], rivals=rivals, undecided_share=1)
+
+    assert judged(2).ok
+    report = judged(3)
+    assert not report.ok
+    assert report.layers[0].wrong_layer == 100
+    assert "are nearer to another layer: prompt 0 row 0 is like layer 3" in report.problems[0]
+
+
+def test_layers_that_are_the_same_are_no_fault() -> None:
+    """A layer that adds nothing."""
+    generator = torch.Generator().manual_seed(3)
+    same = torch.randn(100, 64, generator=generator)
+    got = (same * (1 + 0.02 * torch.randn(100, 64, generator=generator))).bfloat16()
+    report = compare([[got]], [[same]], layer_ids=[2], rivals={1: [same], 3: [same]}, undecided_share=1)
+    assert report.ok, report.problems
+    assert report.layers[0].undecided == 100

@@ -15,7 +15,8 @@ place.
 Rows with the same tokens up to and including their own (a common prefix) are identical by right; they do
 not compete, if the tokens are given. Two reference rows that are no further apart than the noise seen in
 this layer (where its rows fit best, right or wrong) cannot be told from each other: such a row is "undecided",
-not misplaced, and more than 1 % of them is a problem unless the caller allows it.
+not misplaced, and more than 1 % of them is a problem unless the caller allows it. The same goes for two layers of
+one row, but not where nearly all rows are nearer to the same other layer: that is another layer, however near.
 
 Tolerance: a value in bfloat16 has 8 bits of mantissa, so a rounding is worth up to 2^-8 of it, and each
 layer rounds about a dozen times on the way, in another order in each implementation. Roundings of

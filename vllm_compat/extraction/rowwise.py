@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK = 1024  # rows compared with all others at once
+_MANY = 32  # so many rows are no accident,
+_NEARLY_ALL = 0.9  # if this share of them is nearer to one and the same other layer
 
 # Relative error of one layer. In 16 bits only results are rounded, sums run in float32; in float32 the sums
 # themselves are rounded at every step, so more roundings of less weight.
@@ -90,6 +92,11 @@ def find(
     row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
     row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
     layer_undecided = layer_lost & (layer_apart <= noise)
+    # Noise takes a row to either side. Where nearly all are on the side of one other layer, it excuses none of them.
+    for other_id in others:
+        there = (layer_like == other_id) & (layer_gap < own)
+        if len(rows) >= _MANY and float(there.float().mean()) >= _NEARLY_ALL:
+            layer_undecided &= ~there
 
     return Found(
         layer_id=layer_id,
