@@ -22,7 +22,7 @@ from vllm_compat.extraction.settings import Settings
 def test_two_replicas_make_one_set(settings: Any) -> None:
     two = settings(data_parallel=2)
     expected = unbroken(two)
-    tell(two, 0, "slow 3")  # or the first replica does it all before the second is there
+    tell(two, 0, "slow 8")  # or the first replica does it all before the second is there
     report = run(two)
     assert digests(two.output_dir) == expected
     assert len(report.replicas) == 2

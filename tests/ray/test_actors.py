@@ -27,7 +27,7 @@ def settings(tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch) -> C
 def test_a_killed_actor_is_replaced_and_its_replica_ends(settings: Any) -> None:
     expected = unbroken(settings())
     for sample in range(4, 11):
-        tell(settings(), sample, "slow 1")
+        tell(settings(), sample, "slow 2")
     report, failures = Report(folder="ray"), []
 
     def go() -> None:
@@ -67,3 +67,11 @@ def test_the_first_error_of_the_engine_stops_the_run(settings: Any) -> None:
     tell(settings(), 3, "fail prompt 1 makes no sense")
     with pytest.raises(ValueError, match="prompt 1 makes no sense"):
         run(settings())
+
+
+def test_a_replica_that_finds_no_room_is_not_waited_for(settings: Any) -> None:
+    """Two nodes with one core each, three replicas."""
+    expected = unbroken(settings())
+    report = run(settings(data_parallel=3))
+    assert report.outcome == "complete"
+    assert digests(settings().output_dir) == expected

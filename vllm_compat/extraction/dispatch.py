@@ -80,12 +80,16 @@ def dispatch(
     stop: Stop,
     on_facts: Callable[[Facts], None],
     on_result: Callable[[BatchResult], None],
-) -> None:
-    """Returns when every batch is done, or when `stop` was heard and what had begun is done. Raises the first error."""
+) -> Remote:
+    """Returns when every batch is done, or when `stop` was heard and what had begun is done; nobody waits for replicas
+    that are still loading, or that find no room. Raises the first error. Gives the replica that answered last: it is
+    there.
+    """
+    last = replicas[0]
     waiting: dict[Future[Any], Remote] = {replica.load(): replica for replica in replicas}
     has: Counter[str] = Counter()
     loading = set(waiting)
-    draining = False
+    draining = handed_out = False
     while waiting:
         done, _ = wait(waiting, timeout=TICK, return_when=FIRST_COMPLETED)
         for future in done:
@@ -103,11 +107,17 @@ def dispatch(
                 has[replica.name] -= 1
                 if answer is not None:
                     on_result(answer)
-            while not stop.is_set() and has[replica.name] < DEPTH and (batch := next(batches, None)) is not None:
+            last = replica
+            while not (stop.is_set() or handed_out) and has[replica.name] < DEPTH:
+                if (batch := next(batches, None)) is None:
+                    handed_out = True
+                    break
                 waiting[replica.call("compute", batch)] = replica
                 has[replica.name] += 1
         if stop.is_set() and not draining:
             draining = True
             for replica in replicas:
                 replica.drain()
+        if stop.is_set() or handed_out:
             waiting = {future: replica for future, replica in waiting.items() if future not in loading}
+    return last

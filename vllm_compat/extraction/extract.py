@@ -95,12 +95,13 @@ class _Run:
             int(samples.lengths[each]) for batch in work.batches for each in folder.members(batch, len(samples))
         )
         self._progress = Progress(samples=len(work.samples), tokens=report_tokens)
+        there = replicas[0]
         try:
             if work.batches:
                 say(f"loading {settings.target_model_path}: {len(replicas)} replica(s)")
                 begin = time.perf_counter()
                 self._stop.gentle = True
-                dispatch(
+                there = dispatch(
                     replicas,
                     folder.batches(work, samples),
                     stop=self._stop,
@@ -115,7 +116,7 @@ class _Run:
             if not self._stop.is_set():
                 with self._stage("describing"):
                     states = folder.manifest and folder.manifest.states
-                    described = replicas[0].call("describe", states, self._describing(len(samples))).result()
+                    described = there.call("describe", states, self._describing(len(samples))).result()
                     write_json(folder.path / CONFIG, described)
         finally:
             self._stop.gentle = False

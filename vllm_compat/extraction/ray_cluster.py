@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 import traceback
 from concurrent.futures import Future
 from typing import Any
@@ -110,7 +111,7 @@ class RayReplica:
     def close(self) -> None:
         """Ask it to end its workers; `join` ends it."""
         if self._actor is not None:
-            self._closing = self._actor.close.remote().future()
+            self._closing, self._until = self._actor.close.remote().future(), time.monotonic() + PATIENCE
 
     def join(self) -> None:
         import ray
@@ -119,7 +120,7 @@ class RayReplica:
         if self._actor is None:
             return
         with contextlib.suppress(Exception):
-            self._closing.result(PATIENCE)
+            self._closing.result(max(0.0, self._until - time.monotonic()))  # one patience for all that were asked
         ray.kill(self._actor, no_restart=True)
         remove_placement_group(self._group)
 
