@@ -43,6 +43,11 @@ def test_good_files(tmp_path: Path) -> None:
         ({"conversations": [{"from": "human", "value": None}]}, r"line 3: turn 1: 'value' is nothing \(null\)"),
         ({"conversations": [{"from": "human", "value": [1]}]}, "line 3: turn 1: 'value' is a list, expected a text"),
         ({"conversations": [{"from": "human"}]}, "line 3: turn 1: 'value' is nothing"),
+        (
+            {"conversations": [{"from": "human", "value": "Hi \ud83d"}]},
+            r"line 3: turn 1: 'value' holds half of a character \(a lone surrogate, as \\ud83d\)",
+        ),
+        ('{"conversations": ' + "[" * 100_000, "line 3: not JSON: maximum recursion depth"),
         (ROLE, "line 3: a turn has 'role', but .*line 1 has 'from'"),
     ],
 )
@@ -51,6 +56,17 @@ def test_bad_lines_are_named(tmp_path: Path, line: Any, said: str) -> None:
     with pytest.raises(DataError, match=said) as raised:
         check_file(path)
     assert str(raised.value).startswith(f"{path}, line 3: ")
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_a_line_in_another_encoding_is_named(tmp_path: Path, name: str) -> None:
+    good, latin = json.dumps(GOOD).encode(), json.dumps(GOOD).replace("Hello", "Grüße").encode("latin-1")
+    listed = name.endswith(".json")
+    start, between, end = (b"[", b",\n", b"]") if listed else (b"", b"\n", b"\n")
+    (tmp_path / name).write_bytes(start + between.join([good, good, latin, good]) + end)
+    with pytest.raises(DataError) as raised:
+        check_file(tmp_path / name)
+    assert str(raised.value) == f"{tmp_path / name}, line 3: not UTF-8: byte 0xfc"
 
 
 def test_only_the_first_bad_lines_are_shown(tmp_path: Path) -> None:
@@ -84,9 +100,3 @@ def test_lists(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "chats.json").write_text(text)
     with pytest.raises(DataError, match=said):
         check_file(tmp_path / "chats.json")
-
-
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "chats.jsonl").write_bytes(b'{"conversations": "\xff"}')
-    with pytest.raises(DataError, match="cannot be read"):
-        check_file(tmp_path / "chats.jsonl")

@@ -67,7 +67,7 @@ def check_file(path: Path) -> Findings:
                     found.errors.append(
                         f"{where}: a turn has {used!r}, but {style[1]} has {style[0]!r}: use one of them in one file"
                     )
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     if not found.lines:
         found.errors.append(f"{path} has no conversations")
@@ -93,9 +93,19 @@ def _turns(conversation: Any, where: str, warnings: list[str]) -> Iterator[tuple
         text = turn.get(_STYLES[style])
         if not isinstance(text, str):
             yield f"turn {number}: {_STYLES[style]!r} is {_kind(text)}, expected a text", style
+        elif not _encodes(text):  # the loader would say no more than "an error occurred"
+            yield f"turn {number}: {_STYLES[style]!r} holds half of a character (a lone surrogate, as \\ud83d)", style
         elif turn[style] not in ROLES:
             warnings.append(f"{where}: turn {number} of the unknown role {turn[style]!r} is left out")
         yield "", style
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: Any) -> str:
@@ -110,19 +120,25 @@ class _Broken:
 
 def _items(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number and content of each item."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         start = file.read(1)
         while start.isspace():
             start = file.read(1)
         file.seek(0)
-        if start == "[":
-            yield from _listed(file.read())
+        if start == b"[":
+            content = file.read()
+            try:
+                yield from _listed(content.decode())
+            except UnicodeDecodeError as error:
+                yield content.count(b"\n", 0, error.start) + 1, _Broken(f"not UTF-8: byte {content[error.start]:#x}")
             return
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(file, 1):  # bytes: a line that is not UTF-8 is one bad line, not the file's end
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except ValueError as error:
+                    yield number, json.loads(line.decode())
+                except UnicodeDecodeError as error:
+                    yield number, _Broken(f"not UTF-8: byte {line[error.start]:#x}")
+                except (ValueError, RecursionError) as error:
                     yield number, _Broken(f"not JSON: {error}")
 
 
@@ -142,7 +158,7 @@ def _listed(text: str) -> Iterator[tuple[int, Any]]:
         line, counted, first = line + text.count("\n", counted, place), place, False
         try:
             item, place = decoder.raw_decode(text, place)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             at = getattr(error, "pos", place)
             yield line + text.count("\n", counted, at), _Broken(f"not JSON: {getattr(error, 'msg', error)}")
             return
