@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -189,3 +191,21 @@ def test_only_the_standard_library() -> None:
     code = "import sys, vllm_compat.extraction.manifest; print('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """datasets' tokenizing processes, and its manager, outlive a killed run."""
+    read, write = os.pipe()
+    with FolderLock(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"forked")
+            time.sleep(60)
+            os._exit(0)
+        assert os.read(read, 6) == b"forked"
+    try:
+        with FolderLock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

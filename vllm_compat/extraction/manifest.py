@@ -193,14 +193,17 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
+        self._fd = -1
 
     def __enter__(self) -> FolderLock:
+        # Forked processes, as those that tokenize, would keep a killed run's lock for as long as they go on.
+        os.register_at_fork(after_in_child=self._forget)
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(self._fd, 200).decode(errors="replace").strip()
-            os.close(self._fd)
+            self._forget()
             raise ManifestError(
                 f"{self._path.parent} is being extracted to by another process ({holder or 'not known which'}): wait "
                 "for it, or end it; then the same command goes on where it was"
@@ -214,4 +217,10 @@ class FolderLock:
     ) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
-        os.close(self._fd)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Close the file; the lock goes when the last process has."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
