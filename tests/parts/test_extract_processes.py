@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from fakes import LENGTHS, digests, run, tell, unbroken
 
+from vllm_compat.extraction import extract
 from vllm_compat.extraction.dispatch import Stop, Stopped
 from vllm_compat.extraction.manifest import JOURNAL, read_manifest, read_records
 from vllm_compat.extraction.processes import ReplicaLost
@@ -149,3 +152,40 @@ def test_a_signal_outside_of_extracting_ends_at_once() -> None:
     stop = Stop()
     with stop.listening(), pytest.raises(Stopped, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_forked_processes_end_as_they_are_told() -> None:
+    """Those of datasets, which tokenize: its pool ends them with SIGTERM, and waits for them for ever."""
+    read, write = os.pipe()
+    with Stop().listening():
+        child = os.fork()
+        if child == 0:
+            try:
+                os.write(write, b"forked")
+                time.sleep(60)
+            finally:
+                os._exit(1)
+        assert os.read(read, 6) == b"forked"
+        os.kill(child, signal.SIGINT)  # Ctrl-C is for the parent
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_signal_is_told_although_another_error_took_its_place(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of datasets, which looks after its processes before it lets Stopped go on."""
+
+    def broken_off(*_: Any, **__: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            raise TimeoutError
+
+    monkeypatch.setattr(extract, "load_samples", broken_off)
+    monkeypatch.setattr(extract, "from_arguments", lambda arguments: settings())
+    assert extract.main(argparse.Namespace(json=True)) == 130
+    report = json.loads(capsys.readouterr().out)
+    assert (report["outcome"], report["error"]) == ("stopped", "Ctrl-C")

@@ -7,6 +7,7 @@ nobody. Each batch goes to one replica.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections import Counter
@@ -49,6 +50,7 @@ class Stop:
     def __init__(self) -> None:
         self.gentle = False
         self.number: int | None = None
+        self._listening = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -56,11 +58,21 @@ class Stop:
             yield  # signals belong to whoever runs the main thread
             return
         before = {number: signal.signal(number, self._heard) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._listening = True
+        os.register_at_fork(after_in_child=self._leave_it_to_the_parent)
         try:
             yield
         finally:
+            self._listening = False
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _leave_it_to_the_parent(self) -> None:
+        """In forked processes, as those that tokenize: raised in them, Stopped would keep SIGTERM from ending them, and
+        the parent waits for that."""
+        if self._listening:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
         if not self.gentle or self.number is not None:

@@ -257,6 +257,8 @@ def main(arguments: argparse.Namespace) -> int:
             report.outcome, report.error, code = "stopped", str(error), 128 + error.number
         except Exception as error:  # noqa: BLE001 - whatever stops the run is the answer, also in JSON
             report.error = f"{type(error).__name__}: {error}"
+            if stop.is_set() and report.session is None:  # datasets puts an error of its own in the place of Stopped
+                report.outcome, report.error, code = "stopped", None, 128 + (stop.number or 0)
             if settings.verbose:
                 traceback.print_exc()
         if report.outcome == "stopped" and report.error is None:
