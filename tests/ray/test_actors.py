@@ -75,3 +75,11 @@ def test_a_replica_that_finds_no_room_is_not_waited_for(settings: Any) -> None:
     report = run(settings(data_parallel=3))
     assert report.outcome == "complete"
     assert digests(settings().output_dir) == expected
+
+
+def test_a_model_in_the_current_folder_is_found(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors run where Ray was started."""
+    tell(settings(), 3, "fail because the model was found")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="because the model was found"):
+        run(settings(target_model_path="model"))

@@ -218,8 +218,11 @@ class _Run:
 
     def _replica_settings(self, session: str, places: Any) -> ReplicaSettings:
         settings = self._settings
+        model = settings.target_model_path
+        if settings.ray is not None and os.path.isdir(model):
+            model = os.path.abspath(model)  # actors run in another folder, where it may be a name on the Hub
         return ReplicaSettings(
-            target_model_path=settings.target_model_path,
+            target_model_path=model,
             output_dir=str(self._folder.path),
             session=session,
             layer_ids=settings.layer_ids,
