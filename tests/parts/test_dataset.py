@@ -144,6 +144,8 @@ def test_a_model_whose_files_change_is_another(folder: Path, tmp_path: Path) -> 
     assert looked.hidden_size == 64
     shutil.copytree(folder / "model", tmp_path / "model")
     assert model.look_at(str(tmp_path / "model")) == looked
+    (tmp_path / "model" / "token_freq.pt").write_bytes(b"of a run in this folder: `--target-model-path .`")
+    assert model.look_at(str(tmp_path / "model")) == looked
     with (tmp_path / "model" / "model.safetensors").open("ab") as weights:
         weights.write(b"0")
     assert model.look_at(str(tmp_path / "model")) != looked

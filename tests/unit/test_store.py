@@ -159,9 +159,10 @@ def test_manifest_there_and_back(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({**content, "schema": 2}))
     with pytest.raises(ManifestError, match="has schema 2, this vllm_compat reads 1"):
         read_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(ManifestError, match="not the manifest of an extraction"):
-        read_manifest(tmp_path)
+    for text in ("{", '{"schema": 1}'):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ManifestError, match="not the manifest of an extraction"):
+            read_manifest(tmp_path)
 
 
 def test_differences_are_named() -> None:

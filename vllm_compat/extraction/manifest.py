@@ -81,6 +81,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise ManifestError(f"{path} is not the manifest of an extraction ({error}): move it away") from None
     if schema != SCHEMA:
         raise ManifestError(f"{path} has schema {schema}, this vllm_compat reads {SCHEMA}: use the one that wrote it")
+    if not isinstance(content.get("request"), dict):
+        raise ManifestError(f"{path} is not the manifest of an extraction (it has no request): move it away")
     known = {each.name for each in fields(Manifest)}
     return Manifest(**{name: value for name, value in content.items() if name in known})
 

@@ -32,7 +32,9 @@ def look_at(path: str, *, trust_remote_code: bool = True) -> Model:
     file = Path(str(cached_file(path, "config.json")))
     digest = hashlib.sha256(file.read_bytes())
     if Path(path).is_dir():
-        weights = sorted(each for each in Path(path).iterdir() if each.suffix in WEIGHTS)
+        # The first kind that is there, as a loader does: a token_freq.pt beside safetensors is no other model.
+        kinds = (sorted(Path(path).glob(f"*{kind}")) for kind in WEIGHTS)
+        weights = next(filter(None, kinds), [])
         digest.update("".join(f"{each.name} {each.stat().st_size}\n" for each in weights).encode())
     else:
         digest.update(str(getattr(config, "_commit_hash", None)).encode())
