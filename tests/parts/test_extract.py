@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from fakes import BATCH, LENGTHS, SEQ_LENGTH, FakeEngine, digests, run
 
+from vllm_compat.extraction import manifest as journals
 from vllm_compat.extraction import processes, space, store
 from vllm_compat.extraction.manifest import JOURNAL, ManifestError, read_manifest, read_records
 
@@ -223,3 +224,20 @@ def test_replicas_that_do_not_run_the_same_are_refused(settings: Any, monkeypatc
     monkeypatch.setattr(FakeEngine, "__init__", other)
     with pytest.raises(RuntimeError, match=r"replicas do not run the same: versions: .*0\.[01].* in process \d+ on "):
         run(settings(data_parallel=2))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_disk_that_is_full_for_the_journal_is_the_error(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is left over in the file's buffer does not raise once more while the session is closed."""
+    original = journals.Journal.__init__
+
+    def full(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+
+    monkeypatch.setattr(journals.Journal, "__init__", full)
+    with pytest.raises(OSError, match=rf"No space left on device: .*{JOURNAL}"):
+        run(settings())
+    found = read_manifest(settings().output_dir)
+    assert found is not None
+    assert found.sessions[-1]["outcome"] == "failed"

@@ -144,9 +144,10 @@ class OutputFolder:
         if outcome == "complete":
             manifest.files = journal.finish()
         else:
-            journal.close()
+            with contextlib.suppress(OSError):  # a full disk: lines that could not be written are tried once more
+                journal.close()
         manifest.sessions[-1] |= {"ended": _now(), "outcome": outcome, "replicas": list(places)}
-        with contextlib.suppress(OSError) if outcome == "failed" else contextlib.nullcontext():  # a full disk
+        with contextlib.suppress(OSError) if outcome == "failed" else contextlib.nullcontext():
             write_manifest(self.path, manifest)
 
 

@@ -142,9 +142,13 @@ class Journal:
     def add(self, records: Iterable[FileRecord]) -> None:
         """Append, and return when the lines are on the disk. The files must be there already."""
         new = list(records)
-        self._file.write(b"".join(_line(each) for each in new))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(b"".join(_line(each) for each in new))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self._folder / JOURNAL)  # "No space left on device" alone does not say which
+            raise
         self.records.update({each.file: each for each in new})
 
     def keep(self, names: Iterable[str]) -> None:
