@@ -10,17 +10,49 @@ from typing import Any
 HEAD_DIM = 64
 
 
-def make_model(folder: Path, hidden: int, layers: int, max_len: int) -> Path:
-    """A random bfloat16 Llama with its tokenizer; at hidden size 2048 and 16 layers the shape of Llama-3.2-1B.
+def make_model(folder: Path, hidden: int, layers: int, max_len: int, experts: int = 0) -> Path:
+    """A random bfloat16 model with its tokenizer.
 
-    One layer is drawn and copied to all: what a kernel costs does not depend on it, and 7 GB of noise take a minute.
+    Without experts a Llama; at hidden size 2048 and 16 layers the shape of Llama-3.2-1B. With experts a DeepSeek-V3,
+    whose classes Kimi-K2 has too: latent attention of the published widths, a dense layer, then layers of experts.
+
+    One layer of each kind is drawn and copied to the others: what a kernel costs does not depend on it, and 7 GB of
+    noise take a minute.
     """
     import torch
     import transformers
 
-    from vllm_compat.extraction.tiny import VOCABULARY, make_tokenizer
+    from vllm_compat.extraction.tiny import make_tokenizer
 
-    config = transformers.LlamaConfig(
+    config = _deepseek(hidden, layers, max_len, experts) if experts else _llama(hidden, layers, max_len)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    decoder = model.model
+    drawn = decoder.layers[: 2 if experts else 1]
+    with torch.no_grad():
+        for part in (*drawn, decoder.embed_tokens, decoder.norm, model.lm_head):
+            for weight in part.parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1)
+                else:
+                    weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+            for buffer in part.buffers():  # the correction of the experts' scores
+                buffer.zero_()
+        for layer in decoder.layers[len(drawn) :]:
+            layer.load_state_dict(drawn[-1].state_dict())
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def _llama(hidden: int, layers: int, max_len: int) -> Any:
+    import transformers
+
+    from vllm_compat.extraction.tiny import VOCABULARY
+
+    return transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -31,23 +63,33 @@ def make_model(folder: Path, hidden: int, layers: int, max_len: int) -> Path:
         max_position_embeddings=max_len,
         dtype="bfloat16",
     )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    first = model.model.layers[0]
-    with torch.no_grad():
-        for part in (first, model.model.embed_tokens, model.model.norm, model.lm_head):
-            for weight in part.parameters():
-                if weight.dim() == 1:
-                    weight.fill_(1)
-                else:
-                    weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
-        for layer in model.model.layers[1:]:
-            layer.load_state_dict(first.state_dict())
-    model.save_pretrained(folder)
-    make_tokenizer(folder)
-    return folder
+
+
+def _deepseek(hidden: int, layers: int, max_len: int, experts: int) -> Any:
+    import transformers
+
+    from vllm_compat.extraction.tiny import VOCABULARY
+
+    heads = max(16, hidden // 56)  # 128 at 7168, as published
+    return transformers.DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        n_routed_experts=experts,
+        num_experts_per_tok=min(8, experts),
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        topk_method="noaux_tc",  # these two are in the published configuration, and vLLM asks for them
+        scoring_func="sigmoid",
+        rope_scaling=None,
+        max_position_embeddings=max_len,
+        dtype="bfloat16",
+    )
 
 
 def show(result: dict[str, Any], file: Path | None, table: Iterable[str]) -> None:

@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=0, help="of a model as DeepSeek-V3; default: a Llama without")
     parser.add_argument("--layer-ids", type=int, nargs="+", default=[2, 8, 13, 15], help="captured layers")
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each prompt")
@@ -195,7 +196,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     import vllm_compat
 
-    make_model(folder, options.hidden, options.layers, options.tokens + 1)
+    make_model(folder, options.hidden, options.layers, options.tokens + 1, options.experts)
     extra = others(folder, options) if options.others else {}
     from speculators.data_generation import VllmHiddenStatesGenerator
 
