@@ -86,7 +86,9 @@ class RayReplica:
                     placement_group=self._group, placement_group_bundle_index=0
                 ),
                 max_restarts=self._max_restarts,
-                max_task_retries=self._max_restarts,
+                # As long as there are restarts. A lost machine cannot be reached for seconds before Ray starts its
+                # actors anew, and each try until then counts.
+                max_task_retries=-1,
                 max_concurrency=DEPTH + 2,  # beside the batches: drain and close
                 runtime_env={"env_vars": variables},
             )
