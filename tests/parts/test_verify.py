@@ -631,7 +631,8 @@ def test_an_extraction_that_fails_is_the_answer(
         "ok": False,
         "error": "RuntimeError: the extraction ended with exit code 3; what it said is above",
     }
-    assert command.main(_parsed(str(model), "--samples", "0")) == 2
+    assert command.main(_parsed(str(model), "--samples", "0", "--json")) == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 def test_the_command(model: Path, data: Path) -> None:

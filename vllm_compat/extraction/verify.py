@@ -78,16 +78,15 @@ def main(args: Namespace) -> int:
                     trust_remote_code=args.trust_remote_code,
                 )
             )
-    except Refused as error:
-        say(f"vllm-compat verify: {error}")
-        return 2
     except Exception as error:  # noqa: BLE001 - whatever stops Hugging Face is the answer, also in JSON
+        refused = isinstance(error, Refused)
+        text = str(error) if refused else f"{type(error).__name__}: {error}"
         if args.json:
-            print(json.dumps({"schema": SCHEMA, "ok": False, "error": f"{type(error).__name__}: {error}"}))
-        if args.verbose:
+            print(json.dumps({"schema": SCHEMA, "ok": False, "error": text}))
+        if args.verbose and not refused:
             traceback.print_exc()
-        say(f"vllm-compat verify: {type(error).__name__}: {error}")
-        return 1
+        say(f"vllm-compat verify: {text}")
+        return 2 if refused else 1
     print(json.dumps(verdict.as_dict(), indent=2) if args.json else verdict.as_text())
     return 0 if verdict.ok else 1
 
