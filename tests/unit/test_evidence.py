@@ -32,7 +32,9 @@ def test_a_record_holds_the_worst_of_all_comparisons(tmp_path: Path) -> None:
     evidence.add([layer(5, 0.998, 0.03)], tensor_parallel=1, patches=["a", "b"], **PARTS)
     evidence.add([layer(7, 0.99, 0.05)], tensor_parallel=2, patches=["c"], **PARTS)
     one, two = evidence.write()
-    assert [file.name for file in (one, two)] == [f"speculators-1.2.3-vllm-0.16.0-cpu-tp{n}.json" for n in (1, 2)]
+    assert [file.name for file in (one, two)] == [
+        f"speculators-1.2.3-vllm-0.16.0-transformers-1.2.3-cpu-tp{n}.json" for n in (1, 2)
+    ]
     record = json.loads(one.read_text())
     assert set(record) == FIELDS
     got = [record[name] for name in ("rows", "min_cosine", "max_error", "max_relative_error", "patches")]
