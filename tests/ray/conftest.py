@@ -15,12 +15,14 @@ sys.path.append(PARTS)  # `fakes`
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[str]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PARTS, os.environ.get("PYTHONPATH")])))
+        # Ray's workers search the driver's folder, too: in a checkout they would find the source tree.
+        patch.chdir(tmp_path_factory.mktemp("driver"))
         # Many short steps: the tiny model is else done before the second replica has loaded.
         patch.setenv("VLLM_COMPAT_STEP_TOKENS", "32")
         nodes = _start(attempts=3)
