@@ -121,13 +121,19 @@ def _extract(record: Record, checkpoint: Checkpoint) -> None:
 def _conclude(record: Record, family: Family, text: str, cause: str) -> None:
     """A refusal that is expected, an error that is known to be vLLM's own here, or a failure."""
     text = f"{cause} ({text})" if cause and cause not in text else text
-    record.text = re.sub(r"\(?/[^ ()]*/(model|wrapped)\)? ?", "", text)
+    record.text = tidy(text)
     on_cpu = record.device == "cpu"
     refused = family.refused or (family.refused_on_cpu if on_cpu else None)
     if refused and re.search(refused, text):
         record.verdict = REFUSED
     elif on_cpu and family.cannot_on_cpu and re.search(family.cannot_on_cpu, text):
         record.verdict = CANNOT
+
+
+def tidy(text: str) -> str:
+    """Without what is only of this run: the worker's traceback, the folder of the model."""
+    text = re.sub(r" --- traceback of worker rank .*? --- end of the worker's traceback ---", "", text)
+    return re.sub(r"\(?/[^ ()]*/(model|wrapped)\)? ?", "", text)
 
 
 def _worst(values: Any) -> float | None:
