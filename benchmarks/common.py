@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -92,8 +93,13 @@ def _deepseek(hidden: int, layers: int, max_len: int, experts: int) -> Any:
     )
 
 
+def settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, without where the result goes."""
+    return {name: value for name, value in vars(options).items() if name != "json"}
+
+
 def show(result: dict[str, Any], file: Path | None, table: Iterable[str]) -> None:
     """Print the lines of the short table; the whole result goes to the file, if one was asked for."""
     print("\n".join(table))
     if file is not None:
-        file.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import make_model, show
+from common import make_model, settings, show
 
 # Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
 # pass unless the split's own wait has done so.
@@ -178,13 +178,8 @@ def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Tokens per second of each other way, or the last line of why not. A process each: this one opens no device."""
     rates: dict[str, float | str] = {}
     for way in ("hugging_face", "vllm_extractor"):
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("others.py")),
-            way,
-            str(folder),
-            json.dumps(vars(options), default=str),
-        ]
+        script = str(Path(__file__).with_name("others.py"))
+        command = [sys.executable, script, way, str(folder), json.dumps(settings(options))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
         rates[way] = float(last[0]) if done.returncode == 0 else f"did not run: {last[0] if last else done.returncode}"
@@ -231,7 +226,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
-        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "settings": settings(options),
         "threads": torch.get_num_threads(),
         "bytes_per_token": len(set(options.layer_ids)) * options.hidden * 2,
         "others_tokens_per_second": extra,

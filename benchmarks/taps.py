@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import make_model, show
+from common import make_model, settings, show
 
 
 def arguments() -> argparse.Namespace:
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
-        "settings": {name: value for name, value in vars(options).items() if name != "json"},
+        "settings": settings(options),
         "seconds_of_a_step": seconds,
         "taps_over_bare": seconds["taps"] / seconds["bare"],
         "idle_over_bare": seconds["idle"] / seconds["bare"],

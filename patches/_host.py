@@ -27,14 +27,14 @@ def copying_threads(own: int) -> int:
 
 
 def keep_freed_memory(size: int) -> None:
-    """Let malloc keep up to ``size`` bytes that were freed, for the next call's results.
+    """Let malloc keep ``size`` bytes that were freed, and some more, for the next call's results.
 
     Else it gives them back to the system and takes them again page by page, which takes longer than the copy.
     """
     libc = _glibc()
     if libc is not None:
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        libc.mallopt(M_TRIM_THRESHOLD, min(size, 2**31 - 1))
+        libc.mallopt(M_TRIM_THRESHOLD, min(size + MARGIN, 2**31 - 1))
 
 
 def give_back_freed_memory() -> None:

@@ -8,7 +8,7 @@ import os
 import stat
 from typing import Any
 
-from vllm_compat.patches._host import MARGIN, give_back_freed_memory, keep_freed_memory
+from vllm_compat.patches._host import give_back_freed_memory, keep_freed_memory
 from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.registry import Patch, Rebind, Shape
@@ -40,7 +40,7 @@ def sharing_executor(original: type) -> type:
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
             if description["bytes"] > self._largest:
                 self._largest = description["bytes"]
-                keep_freed_memory(self._largest + MARGIN)
+                keep_freed_memory(self._largest)
             if self._can_map:
                 try:
                     if description["fd"] is None:

@@ -16,7 +16,7 @@ CHURN = f"""
 import ctypes, resource, sys
 from vllm_compat.patches import _host
 if sys.argv[1] == "keep":
-    _host.keep_freed_memory({PIECES * PIECE} + _host.MARGIN)
+    _host.keep_freed_memory({PIECES * PIECE})
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 def call():
