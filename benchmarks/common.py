@@ -59,7 +59,7 @@ def _llama(hidden: int, layers: int, max_len: int) -> Any:
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // HEAD_DIM,
-        num_key_value_heads=hidden // HEAD_DIM // 4,
+        num_key_value_heads=max(1, hidden // HEAD_DIM // 4),
         head_dim=HEAD_DIM,
         max_position_embeddings=max_len,
         dtype="bfloat16",
@@ -95,7 +95,7 @@ def _deepseek(hidden: int, layers: int, max_len: int, experts: int) -> Any:
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, without where the result goes."""
-    return {name: value for name, value in vars(options).items() if name != "json"}
+    return {name: value for name, value in vars(options).items() if name not in ("json", "model")}
 
 
 def show(result: dict[str, Any], file: Path | None, table: Iterable[str]) -> None:

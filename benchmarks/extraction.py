@@ -7,7 +7,7 @@ Three ways through the same generator, model and prompts, interleaved, the media
 - ``forward``: scheduling, ``execute_model`` and ``sample_tokens``, nothing captured: the most that can be reached;
 - ``extraction``: ``generate`` as a user calls it, rows through shared memory;
 - ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue and with the one thread that
-  vLLM leaves to this process.
+  vLLM leaves to this process; over one call or eight prompts, whichever is more, since it takes ten times as long.
 
 Then where the time of ``extraction`` goes, in one more round that waits for the device after each forward pass, so its
 sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, Hugging
@@ -20,6 +20,7 @@ import argparse
 import functools
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 
 from common import make_model, settings, show
 
+SLOW_PROMPTS = 8  # of a round of by_value
 # Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
 # pass unless the split's own wait has done so.
 STEPS = {"execute_model": "forward", "sample_tokens": "sampling", "_get_captured_states": "reply"}
@@ -39,6 +41,7 @@ STEPS = {"execute_model": "forward", "sample_tokens": "sampling", "_get_captured
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a model that is there (default: one is made)")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--experts", type=int, default=0, help="of a model as DeepSeek-V3; default: a Llama without")
@@ -174,6 +177,32 @@ def split(generator: Any, batches: list[list[list[int]]]) -> dict[str, float]:
     return {**seconds, "reply": seconds["reply"] - copy, "copy": copy}
 
 
+def bus_rate(generator: Any) -> float | None:
+    """Bytes per second that one copy of device memory to the shared, page-locked rows can reach; None on a CPU."""
+
+    def copy(worker: Any) -> float | None:
+        import time
+
+        import torch
+
+        capture = worker._vllm_compat_capture
+        if not capture._keeps_rows or not capture._host.is_pinned:
+            return None
+        target = torch.frombuffer(capture._host.memory.memory, dtype=torch.uint8)
+        source = torch.zeros(len(target), dtype=torch.uint8, device=worker.model_runner.device)
+        seconds = []
+        for _ in range(10):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            target.copy_(source)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        return len(target) / min(seconds)
+
+    rate: float | None = generator.executor.collective_rpc(copy)[0]
+    return rate
+
+
 def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Tokens per second of each other way, or the last line of why not. A process each: this one opens no device."""
     rates: dict[str, float | str] = {}
@@ -191,7 +220,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     import vllm_compat
 
-    make_model(folder, options.hidden, options.layers, options.tokens + 1, options.experts)
+    if options.model is None:
+        make_model(folder, options.hidden, options.layers, options.tokens + 1, options.experts)
     extra = others(folder, options) if options.others else {}
     from speculators.data_generation import VllmHiddenStatesGenerator
 
@@ -202,18 +232,21 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         tensor_parallel_size=options.tensor_parallel_size,
     )
     prompts = random_prompts(options.prompts, options.tokens)
-    ways = (forward, extraction, by_value)
     results = []
     for size in options.batch_size:
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        for way in ways:
+        of_way = {forward: batches, extraction: batches, by_value: batches[: max(1, SLOW_PROMPTS // size)]}
+        for way in of_way:
             way(generator, batches[0])  # warm up
-        seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
+        rates: dict[str, list[float]] = {way.__name__: [] for way in of_way}
         for _ in range(options.rounds):
-            for way in ways:
-                seconds[way.__name__].append(in_batches(way, generator, batches))
-        tokens = options.prompts * options.tokens
-        rate = {name: tokens / statistics.median(times) for name, times in seconds.items()}
+            for way, those in of_way.items():
+                tokens = options.tokens * sum(map(len, those))
+                rates[way.__name__].append(tokens / in_batches(way, generator, those))
+        rate = {name: statistics.median(each) for name, each in rates.items()}
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        in_batches(extraction, generator, batches)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         results.append(
             {
                 "batch_size": size,
@@ -221,14 +254,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 "extraction_over_forward": rate["extraction"] / rate["forward"],
                 "extraction_over_by_value": rate["extraction"] / rate["by_value"],
                 "seconds_of_a_round": split(generator, batches),
+                "page_faults_of_a_round": faults,
             }
         )
+    bus = bus_rate(generator)
     generator.executor.shutdown()
     return {
         "versions": vllm_compat.status()["consumers"][0]["versions"],
         "settings": settings(options),
         "threads": torch.get_num_threads(),
         "bytes_per_token": len(set(options.layer_ids)) * options.hidden * 2,
+        "bus_bytes_per_second": bus,
         "others_tokens_per_second": extra,
         "batches": results,
     }
@@ -241,6 +277,10 @@ def table(result: dict[str, Any]) -> list[str]:
         lines += [f"{name:>16}  {rate:>10.0f} tokens/s" for name, rate in each["tokens_per_second"].items()]
         lines.append(f"    over forward  {each['extraction_over_forward']:>10.2f}")
         lines.append(f"   over by value  {each['extraction_over_by_value']:>10.2f}")
+        moved = each["tokens_per_second"]["extraction"] * result["bytes_per_token"]
+        bus = result["bus_bytes_per_second"]
+        lines.append(f"      rows moved  {moved / 1e9:>10.1f} GB/s" + (f" (bus: {bus / 1e9:.0f})" if bus else ""))
+        lines.append(f"     page faults  {each['page_faults_of_a_round']:>10} a round")
         whole = sum(each["seconds_of_a_round"].values())
         parts = sorted(each["seconds_of_a_round"].items(), key=lambda part: -part[1])
         lines.append("  time: " + ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts))
@@ -254,7 +294,7 @@ def main() -> None:
     import vllm_compat  # noqa: F401 - before the consumer
 
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(options, Path(folder) / "model")
+        result = measure(options, options.model or Path(folder) / "model")
     show(result, options.json, table(result))
 
 

@@ -5,6 +5,7 @@ python benchmarks/others.py hugging_face|vllm_extractor MODEL SETTINGS_AS_JSON
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -47,8 +48,9 @@ def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[
 
     Its layer numbers count layers passed, ours name the last one passed.
     """
+    import safetensors.torch
     import vllm
-    from safetensors.torch import load_file
+    from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as connector
 
     folder = tempfile.TemporaryDirectory(dir="/dev/shm")
     network = vllm.LLM(
@@ -58,6 +60,7 @@ def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[
         enable_prefix_caching=False,
         enable_chunked_prefill=False,
         max_num_batched_tokens=8192,
+        gpu_memory_utilization=0.5,
         speculative_config={
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,
@@ -72,14 +75,18 @@ def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[
         },
     )
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0)
+    # Later releases write while the request's reply is on its way, and have a function that waits for it.
+    load = getattr(connector, "load_hidden_states", safetensors.torch.load_file)
 
     def run(batch: Batch, keep: Any = folder) -> Any:
         outputs = network.generate([{"prompt_token_ids": prompt} for prompt in batch], sampling, use_tqdm=False)
         results = []
         for output in outputs:
             path = output.kv_transfer_params["hidden_states_path"]
-            results.append(load_file(path))
-            os.unlink(path)
+            results.append(load(path))
+            for file in (path, path + ".lock"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file)
         return results
 
     return run

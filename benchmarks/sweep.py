@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from common import make_model
+
 LAYERS_OF_MODEL = 8
 HERE = Path(__file__).parent
 
@@ -35,13 +37,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(options: argparse.Namespace, hidden: int, captured: int) -> dict[str, Any]:
+def run(options: argparse.Namespace, model: Path, hidden: int, captured: int) -> dict[str, Any]:
     """One model and set of layers, in a process of its own."""
     step = LAYERS_OF_MODEL // captured
     layer_ids = range(LAYERS_OF_MODEL - 1, -1, -step)[:captured]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        command = [sys.executable, str(HERE / "extraction.py"), "--json", str(file)]
+        command = [sys.executable, str(HERE / "extraction.py"), "--model", str(model), "--json", str(file)]
         settings = {"hidden": hidden, "layers": LAYERS_OF_MODEL, "tokens": options.tokens, "prompts": options.prompts}
         settings |= {"rounds": options.rounds, "tensor-parallel-size": options.tensor_parallel_size}
         for name, value in settings.items():
@@ -81,8 +83,13 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
 def main() -> None:
     options = arguments()
     if not options.again:
-        results = [run(options, hidden, captured) for hidden in options.hidden for captured in options.captured]
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        results: list[dict[str, Any]] = []
+        for hidden in options.hidden:
+            with tempfile.TemporaryDirectory() as folder:
+                model = make_model(Path(folder) / "model", hidden, LAYERS_OF_MODEL, options.tokens + 1)
+                for captured in options.captured:
+                    results.append(run(options, model, hidden, captured))
+                    options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = json.loads(options.json.read_text(encoding="utf-8"))
     for result in results:
         for each in result["batches"]:

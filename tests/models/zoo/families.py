@@ -71,7 +71,17 @@ DEEPSEEK_V3 = MLA | {
     "topk_method": "noaux_tc",
 }
 # The widths of the published models, the only ones that the kernels of latent attention know.
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+LATENT = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+}
+NO_LATENT_ON_CPU = "MLA is not supported on CPU"
+KIMI_K2 = DEEPSEEK_V3 | LATENT | {"n_group": 1, "topk_group": 1}
 NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # attention as one writes it down, for any width; the layers are the same
 WRONG_ROTARY = "rotary kernel turns queries wrongly"
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
@@ -145,25 +155,23 @@ FAMILIES = (
         name="DeepSeek-V3-MLA",
         config="DeepseekV3Config",
         values=DEEPSEEK_V3 | LATENT,
-        cannot_on_cpu="MLA is not supported on CPU",
+        cannot_on_cpu=NO_LATENT_ON_CPU,
         note="latent attention's own kernels",
     ),
     Family(
         name="Kimi-K2",
         config="DeepseekV3Config",
-        values=DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1},
+        values=KIMI_K2,
         wrapper="kimi_k2",
-        environ=NO_MLA,
-        refused_on_cpu=WRONG_ROTARY,
+        cannot_on_cpu=NO_LATENT_ON_CPU,
         note="DeepSeek-V3's classes under its own model type",
     ),
     Family(
         name="Kimi-K2.5",
         config="DeepseekV3Config",
-        values=DEEPSEEK_V3 | {"n_group": 1, "topk_group": 1},
+        values=KIMI_K2,
         wrapper="kimi_k25",
-        environ=NO_MLA,
-        refused_on_cpu=WRONG_ROTARY,
+        cannot_on_cpu=NO_LATENT_ON_CPU,
         note="text prompts; no EAGLE-3 marker in vLLM 0.16",
     ),
     Family(

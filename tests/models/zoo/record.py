@@ -38,6 +38,7 @@ class Record:
     torch: str
     device: str
     dtype: str
+    tensor_parallel: int = 1
     settings: dict[str, str]
     quantization: str | None
     verdict: str = FAILED
@@ -56,7 +57,7 @@ class Record:
         return {"schema": 1, **asdict(self)}
 
 
-def run(family: Family) -> Record:
+def run(family: Family, tensor_parallel: int = 1) -> Record:
     """Build, extract with the unmodified consumer, compare; never raises for what the model or vLLM does."""
     from vllm.platforms import current_platform
 
@@ -72,6 +73,7 @@ def run(family: Family) -> Record:
             torch=_version("torch"),
             device=str(current_platform.device_type),
             dtype=family.dtype,
+            tensor_parallel=tensor_parallel,
             settings=dict(family.environ),
             quantization=family.quantize,
         )
@@ -90,7 +92,11 @@ def _extract(record: Record, checkpoint: Checkpoint) -> None:
 
     layer_ids = list(range(LAYERS))
     generator = VllmHiddenStatesGenerator(
-        str(checkpoint.folder), layer_ids=layer_ids, max_model_len=512, gpu_memory_utilization=0.1
+        str(checkpoint.folder),
+        layer_ids=layer_ids,
+        max_model_len=512,
+        gpu_memory_utilization=0.1,
+        tensor_parallel_size=record.tensor_parallel,
     )
     try:
         prompts, record.replaced_tokens = decided_prompts(checkpoint, LENGTHS, vocabulary=VOCABULARY)

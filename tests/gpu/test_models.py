@@ -1,0 +1,25 @@
+"""Models that vLLM's CPU build cannot run: latent attention, linear attention, experts and formats that need kernels."""
+
+from __future__ import annotations
+
+import pytest
+from zoo.families import FAMILIES
+from zoo.record import RIGHT, run
+
+NAMES = [
+    "DeepSeek-V3-MLA",
+    "Kimi-K2",
+    "Kimi-K2.5",
+    "Llama-4-text",
+    "Llama-FP8",
+    "MiniMax-Text-01",
+    "Qwen3-Next",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_right(name: str, tp: int, active: None) -> None:
+    (family,) = (family for family in FAMILIES if family.name == name)
+    record = run(family, tensor_parallel=tp)
+    assert record.verdict == RIGHT, record
+    assert record.row_margin is not None and record.row_margin > 0.5
