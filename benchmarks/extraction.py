@@ -2,12 +2,12 @@
 
     python benchmarks/extraction.py [--tensor-parallel-size N] [--hidden 2048] [--layers 16] [--prompts 80] ...
 
-Three ways through the same generator, model and prompts, interleaved, the median of the rounds:
+Three ways through the same generator, model and prompts, the median of the rounds:
 
 - ``forward``: scheduling, ``execute_model`` and ``sample_tokens``, nothing captured: the most that can be reached;
 - ``extraction``: ``generate`` as a user calls it, rows through shared memory;
 - ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue and with the one thread that
-  vLLM leaves to this process; over one call or eight prompts, whichever is more, since it takes ten times as long.
+  vLLM leaves to this process; after the other two, whose memory its garbage would disturb.
 
 Then where the time of ``extraction`` goes, in one more round that waits for the device after each forward pass, so its
 sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, Hugging
@@ -20,6 +20,7 @@ import argparse
 import functools
 import json
 import random
+import re
 import resource
 import statistics
 import subprocess
@@ -32,7 +33,8 @@ from typing import Any
 
 from common import make_model, settings, show
 
-SLOW_PROMPTS = 8  # of a round of by_value
+Batch = list[list[int]]
+Way = Callable[[Any, Batch], None]
 # Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
 # pass unless the split's own wait has done so.
 STEPS = {"execute_model": "forward", "sample_tokens": "sampling", "_get_captured_states": "reply"}
@@ -50,6 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each prompt")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[8], help="prompts of a call; several: each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--slow-prompts", type=int, metavar="N", help="prompts of by value, at least one call (default: all)"
+    )
     parser.add_argument("--others", action="store_true", help="also Hugging Face and vLLM's own extractor")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result there")
     return parser.parse_args()
@@ -101,14 +106,30 @@ def by_value(generator: Any, prompts: list[list[int]]) -> None:
         torch.set_num_threads(threads)
 
 
-def in_batches(way: Callable[[Any, list[list[int]]], None], generator: Any, batches: list[list[list[int]]]) -> float:
+def in_batches(way: Way, generator: Any, batches: list[Batch]) -> float:
     begin = time.perf_counter()
     for batch in batches:
         way(generator, batch)
     return time.perf_counter() - begin
 
 
-def split(generator: Any, batches: list[list[list[int]]]) -> dict[str, float]:
+def rates(ways: tuple[Way, ...], generator: Any, batches: list[Batch], rounds: int) -> dict[str, float]:
+    """Tokens per second of each way: the median of the rounds, in which the ways take turns."""
+    for way in ways:
+        way(generator, batches[0])  # warm up
+    seconds: dict[str, list[float]] = {way.__name__: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            seconds[way.__name__].append(in_batches(way, generator, batches))
+    tokens = sum(len(prompt) for batch in batches for prompt in batch)
+    return {name: tokens / statistics.median(each) for name, each in seconds.items()}
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def split(generator: Any, batches: list[Batch]) -> dict[str, float]:
     """Seconds of all batches, by part; ``slicing`` is the consumer's cutting and copying of what it was handed."""
     seconds: dict[str, float] = dict.fromkeys(["scheduling", *STEPS.values(), "slicing"], 0.0)
     rpc, schedule = generator.executor.collective_rpc, generator.scheduler.schedule
@@ -205,14 +226,18 @@ def bus_rate(generator: Any) -> float | None:
 
 def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Tokens per second of each other way, or the last line of why not. A process each: this one opens no device."""
-    rates: dict[str, float | str] = {}
+    found: dict[str, float | str] = {}
     for way in ("hugging_face", "vllm_extractor"):
-        script = str(Path(__file__).with_name("others.py"))
-        command = [sys.executable, script, way, str(folder), json.dumps(settings(options))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        last = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()[-1:]
-        rates[way] = float(last[0]) if done.returncode == 0 else f"did not run: {last[0] if last else done.returncode}"
-    return rates
+        with tempfile.NamedTemporaryFile("r") as file:
+            script = str(Path(__file__).with_name("others.py"))
+            command = [sys.executable, script, way, str(folder), json.dumps(settings(options)), file.name]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                found[way] = float(file.read())
+            else:
+                errors = re.findall(r"^(?:\w+\.)*\w+Error: .*", done.stderr, re.MULTILINE)
+                found[way] = f"did not run: {errors[-1] if errors else done.returncode}"
+    return found
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -235,25 +260,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     results = []
     for size in options.batch_size:
         batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-        of_way = {forward: batches, extraction: batches, by_value: batches[: max(1, SLOW_PROMPTS // size)]}
-        for way in of_way:
-            way(generator, batches[0])  # warm up
-        rates: dict[str, list[float]] = {way.__name__: [] for way in of_way}
-        for _ in range(options.rounds):
-            for way, those in of_way.items():
-                tokens = options.tokens * sum(map(len, those))
-                rates[way.__name__].append(tokens / in_batches(way, generator, those))
-        rate = {name: statistics.median(each) for name, each in rates.items()}
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        slow = batches[: max(1, (options.slow_prompts or len(prompts)) // size)]
+        rate = rates((forward, extraction), generator, batches, options.rounds)
+        faults = page_faults()
         in_batches(extraction, generator, batches)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        faults = page_faults() - faults
+        parts = split(generator, batches)
+        rate |= rates((by_value,), generator, slow, options.rounds)
         results.append(
             {
                 "batch_size": size,
                 "tokens_per_second": rate,
                 "extraction_over_forward": rate["extraction"] / rate["forward"],
                 "extraction_over_by_value": rate["extraction"] / rate["by_value"],
-                "seconds_of_a_round": split(generator, batches),
+                "seconds_of_a_round": parts,
                 "page_faults_of_a_round": faults,
             }
         )

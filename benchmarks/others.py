@@ -1,6 +1,6 @@
-"""Other ways to the same rows, for ``extraction.py --others``; prints tokens per second.
+"""Other ways to the same rows, for ``extraction.py --others``; writes tokens per second to a file.
 
-python benchmarks/others.py hugging_face|vllm_extractor MODEL SETTINGS_AS_JSON
+python benchmarks/others.py hugging_face|vllm_extractor MODEL SETTINGS_AS_JSON FILE
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from extraction import random_prompts
@@ -107,7 +108,8 @@ def main() -> None:
         for batch in batches:
             run(batch)
         seconds.append(time.perf_counter() - begin)
-    print(settings["prompts"] * settings["tokens"] / statistics.median(seconds))
+    # Workers write to stdout, too.
+    Path(sys.argv[4]).write_text(str(settings["prompts"] * settings["tokens"] / statistics.median(seconds)))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, model: Path, hidden: int, captured: int) ->
         file = Path(folder) / "result.json"
         command = [sys.executable, str(HERE / "extraction.py"), "--model", str(model), "--json", str(file)]
         settings = {"hidden": hidden, "layers": LAYERS_OF_MODEL, "tokens": options.tokens, "prompts": options.prompts}
-        settings |= {"rounds": options.rounds, "tensor-parallel-size": options.tensor_parallel_size}
+        settings |= {"slow-prompts": 8, "rounds": options.rounds, "tensor-parallel-size": options.tensor_parallel_size}
         for name, value in settings.items():
             command += [f"--{name}", str(value)]
         command += ["--batch-size", *map(str, options.batch_size), "--layer-ids", *map(str, sorted(layer_ids))]

@@ -15,15 +15,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20
 MARGIN = 2 * LARGEST_FROM_HEAP  # of what else is free beside the results
 
 
-def copying_threads(own: int) -> int:
-    """At most half of the cores, of the ``own`` threads that this process had.
+def copying_threads(own: int, workers: int) -> int:
+    """Of the ``own`` threads that this process had, as many as find a core to themselves beside ``workers``.
 
-    vLLM leaves one (``set_multiprocessing_worker_envs``, for its workers' sake). As many as there are cores is worse:
-    each worker keeps a core busy while it waits, OpenMP's threads wait for the slowest of them, and the one that shares
-    a core with a worker is late by a time slice. Measured with 32 cores: 32 threads copy 0.5 GB/s, 16 copy 9.
+    A thread for each core is worse: every worker keeps a core busy while it waits, OpenMP's threads wait for the
+    slowest of them, and the one that shares a core with a worker is late by a time slice. Measured with 32 cores and
+    one worker: 32 threads copy 0.5 GB/s, 16 copy 9. One more core is left to everything else.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(own, cores // 2, MOST_THREADS))
+    return max(1, min(own, cores - workers - 1, MOST_THREADS))
 
 
 def keep_freed_memory(size: int) -> None:

@@ -30,8 +30,9 @@ def proven_executor(original: type) -> type:
             self._mailbox = Mailbox()
             settings = {EXPECTED: fingerprint(), PATH: self._mailbox.path, **_start_method()}
             try:
-                with _one_at_a_time, _environment(settings), _host_threads():
+                with _one_at_a_time, _environment(settings), _one_thread() as threads:
                     super().__init__(*args, **kwargs)
+                copy_with(threads, self.world_size)
             except Exception as error:
                 # vLLM says "see stack trace"; a refusal of ours is the better text.
                 if first := self.first_error():
@@ -116,15 +117,30 @@ def cuda_driver_is_initialised() -> bool:
 
 
 @contextlib.contextmanager
-def _host_threads() -> Iterator[None]:
-    """vLLM sets this process's threads to one, and the consumer then copies hidden states with a single core."""
+def _one_thread() -> Iterator[int]:
+    """One host thread while workers start; gives how many this process had, and has again if they do not start.
+
+    vLLM sets one itself (``set_multiprocessing_worker_envs``), but not where OMP_NUM_THREADS is set: by the user, or by
+    vLLM for an earlier generator. Threads of GNU OpenMP do not live on in a forked child, which waits for them for ever
+    once it wants several.
+    """
     import torch
 
     threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" in os.environ:  # else vLLM sets that, too, and spawned workers take as many as there are cores
+        torch.set_num_threads(1)
     try:
-        yield
-    finally:
-        torch.set_num_threads(copying_threads(threads))
+        yield threads
+    except BaseException:
+        torch.set_num_threads(threads)
+        raise
+
+
+def copy_with(own: int, workers: int) -> None:
+    """With the one thread that vLLM leaves to this process the consumer would copy hidden states on a single core."""
+    import torch
+
+    torch.set_num_threads(copying_threads(own, workers))
 
 
 @contextlib.contextmanager

@@ -130,6 +130,15 @@ class Extraction:
             patches=[entry["patch"] for entry in status["patches"]],
         )
 
+    def requests_in_workers(self) -> list[int]:
+        """How many requests each worker still knows."""
+
+        def known(worker: Any) -> int:
+            runner = worker.model_runner  # V1, or V2
+            return len(runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index)
+
+        return self.in_worker(known)
+
     def in_worker(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``function(worker, *args)`` in every worker; nested functions travel by value."""
         replies: list[Any] = self.generator.executor.collective_rpc(function, args=args)

@@ -44,14 +44,13 @@ def test_case_5_the_first_error_wins_and_carries_the_workers_traceback(extractio
     assert "traceback of worker rank 0" in str(error.value)
     assert "in broken_layer" in str(error.value)
 
-    def mend(worker: Any) -> int:
+    def mend(worker: Any) -> None:
         del worker.model_runner.get_model().model.layers[2].forward
-        return len(worker.model_runner.requests)
 
     extraction.in_worker(mend)
     assert not extraction.generator.scheduler.requests
     extraction.check(prompts_of(33, 20, 30))
-    assert extraction.in_worker(lambda worker: len(worker.model_runner.requests)) == [0]
+    assert extraction.requests_in_workers() == [0]
 
 
 def test_an_error_while_sampling_carries_the_workers_traceback_too(extraction: Any, prompts_of: Prompts) -> None:

@@ -35,22 +35,21 @@ def test_case_15_one_prompt_of_eight_steps(chunked: Any, prompts_of: Prompts) ->
 
 
 def test_case_15_two_hundred_calls_are_flat(chunked: Any, prompts_of: Prompts) -> None:
-    def rows_held(worker: Any) -> tuple[int, int]:
+    def tensors_held(worker: Any) -> int:
         import gc
 
         import torch
 
         gc.collect()
-        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
-        return len(worker.model_runner.requests), len(tensors)
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
 
     prompts = prompts_of(100, 30, 64)
     chunked.check(prompts)
-    before = chunked.in_worker(rows_held)
+    before = chunked.in_worker(tensors_held)
     for _ in range(200):
         chunked.generate(prompts)
-    assert chunked.in_worker(rows_held) == before
-    assert all(requests == 0 for requests, _ in before)
+    assert chunked.in_worker(tensors_held) == before
+    assert not any(chunked.requests_in_workers())
 
 
 def test_random_batches_on_the_real_scheduler(chunked: Any, prompts_of: Prompts) -> None:

@@ -34,7 +34,7 @@ def test_every_rank_has_reported(extraction: Any) -> None:
 def test_tables_of_both_ranks_stay_empty(extraction: Any, prompts_of: Prompts) -> None:
     for _ in range(20):
         extraction.generate(prompts_of(30, 40))
-    assert extraction.in_worker(lambda worker: len(worker.model_runner.requests)) == [0, 0]
+    assert extraction.requests_in_workers() == [0, 0]
 
 
 def test_an_error_on_all_ranks_leaves_the_generator_usable(extraction: Any, prompts_of: Prompts) -> None:

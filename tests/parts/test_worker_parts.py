@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,3 +261,25 @@ def test_reply_shape_accepts_a_bare_list_and_a_list_of_one_list() -> None:
     assert list_of_one_reply(single)[0] is single
     assert list_of_one_reply(None) == [None]
     assert list_of_one_reply([None]) == [None]
+
+
+FORK = """
+import os, torch
+torch.set_num_threads(4)
+big = torch.ones(4_000_000)
+big.exp()  # so OpenMP's threads are there
+from vllm_compat.patches.workers import _one_thread
+with _one_thread() as threads:
+    child = os.fork()
+    if child == 0:
+        big.exp()  # waits for ever for threads that a fork does not take along
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+assert threads == 4
+"""
+
+
+def test_a_forked_worker_can_compute_after_its_parent_has(tmp_path: Path) -> None:
+    """As with a second generator, or in a job whose scheduler sets OMP_NUM_THREADS (Slurm, torchrun)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    subprocess.run([sys.executable, "-c", FORK], cwd=tmp_path, env=environment, timeout=60, check=True)

@@ -83,6 +83,7 @@ class Executor:
     def __init__(self, reports: list[dict[str, Any]]) -> None:
         self.reports, self.world_size, self.is_shut_down = reports, len(reports), False
         self.told = {name: os.environ.get(name) for name in (EXPECTED, workers.START_METHOD)}
+        self.threads_at_start = sys.modules["torch"].get_num_threads()
         made.append(self)
 
     def collective_rpc(self, method: str) -> list[dict[str, Any]]:
@@ -98,8 +99,10 @@ made: list[Executor] = []
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch = SimpleNamespace(get_num_threads=lambda: 1, set_num_threads=lambda count: None)
+    threads = [8]
+    torch = SimpleNamespace(get_num_threads=lambda: threads[-1], set_num_threads=threads.append, threads=threads)
     monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     monkeypatch.setattr(workers, "cuda_driver_is_initialised", lambda: False)
     monkeypatch.delenv(EXPECTED, raising=False)
     monkeypatch.setattr(ledger, "_workers", [])
@@ -112,6 +115,27 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
         return executor
 
     return call
+
+
+def test_workers_start_beside_one_thread_where_vllm_does_not_see_to_it(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert build({}, {}).threads_at_start == 1
+    assert sys.modules["torch"].threads == [8, 1, 8]  # 16 cores have room for them beside two workers
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert build({}, {}).threads_at_start == 8, "vLLM sets one, and OMP_NUM_THREADS for spawned workers"
+
+
+def test_threads_are_as_before_if_workers_do_not_start(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_start(self: Any, reports: Any) -> None:
+        raise OSError("planted")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(Executor, "__init__", no_start)
+    with pytest.raises(OSError, match="planted"):
+        build({})
+    assert sys.modules["torch"].threads == [8, 1, 8]
 
 
 def test_good_workers_are_kept_in_the_ledger(build: Any) -> None:
