@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 
-# Eight to sixteen threads use up the memory bandwidth of one socket.
-MOST_THREADS = 16
+# More copy faster on average of the good calls, and worse over all: each copy waits for its slowest thread. Measured over
+# twelve calls of 131 MB, on 32 cores of a shared host: 8 threads took 4.7 to 8.2 ms, 16 took 3.4 to 4.5 and once 73.
+MOST_THREADS = 8
 # <malloc.h> of glibc, and the largest value that it takes for the second (DEFAULT_MMAP_THRESHOLD_MAX).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20
 MARGIN = 2 * LARGEST_FROM_HEAP  # of what else is free beside the results
@@ -20,7 +21,7 @@ def copying_threads(own: int, workers: int) -> int:
 
     A thread for each core is worse: every worker keeps a core busy while it waits, OpenMP's threads wait for the
     slowest of them, and the one that shares a core with a worker is late by a time slice. Measured with 32 cores and
-    one worker: 32 threads copy 0.5 GB/s, 16 copy 9. One more core is left to everything else.
+    one worker: 32 threads copy 0.5 GB/s. One more core is left to everything else.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(own, cores - workers - 1, MOST_THREADS))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 SHOWN = frozenset(
     {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Glm4ForCausalLM",

@@ -55,7 +55,7 @@ def test_the_next_call_takes_what_was_freed_and_the_last_gives_it_back(tmp_path:
 
 @pytest.mark.parametrize(
     ("cores", "own", "workers", "threads"),
-    [(32, 32, 1, 16), (128, 128, 8, 16), (16, 16, 1, 14), (16, 16, 8, 7), (2, 2, 1, 1), (1, 1, 8, 1), (32, 4, 1, 4)],
+    [(32, 32, 1, 8), (128, 128, 8, 8), (8, 8, 1, 6), (16, 16, 8, 7), (2, 2, 1, 1), (1, 1, 8, 1), (32, 4, 1, 4)],
 )
 def test_threads_that_copy_leave_the_workers_their_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, own: int, workers: int, threads: int

@@ -146,6 +146,7 @@ def kimi_k2(folder: Path) -> None:
 
 
 KIMI_K25_CODE = '''
+import torch
 from transformers import DeepseekV3Config, PretrainedConfig
 from transformers.image_processing_utils import BaseImageProcessor
 
@@ -160,12 +161,19 @@ class KimiK25Config(PretrainedConfig):
 
 
 class KimiK25Images(BaseImageProcessor):
-    """Only what vLLM asks it for at start-up; no image is ever given."""
+    """What vLLM asks of it at start-up, for its own dummy; no image is ever given."""
 
     num_frames_per_chunk = 4
 
     def media_tokens_calculator(self, media):
         return 64
+
+    def preprocess(self, media, **kwargs):
+        """16 x 16 patches of each, which the tower merges by fours."""
+        return {
+            "pixel_values": torch.zeros(256 * len(media), 3, 14, 14),
+            "grid_thws": torch.tensor([[1, 16, 16]] * len(media)),
+        }
 '''
 
 
@@ -181,6 +189,7 @@ def kimi_k25(folder: Path) -> None:
         "intermediate_size": 64,
         "init_pos_emb_height": 4,
         "init_pos_emb_width": 4,
+        "mm_hidden_size": text["hidden_size"],
     }
     (folder / "configuration_kimi_k25.py").write_text(KIMI_K25_CODE.lstrip())
     config = {
@@ -189,16 +198,41 @@ def kimi_k25(folder: Path) -> None:
         "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
         "text_config": text,
         "vision_config": vision,
-        "media_placeholder_token_id": 511,
+        "media_placeholder_token_id": VOCABULARY,
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
+    _mark(folder, VOCABULARY, ("<|media_pad|>",))
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"auto_map": {"AutoImageProcessor": "configuration_kimi_k25.KimiK25Images"}})
     )
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights = {f"language_model.{name}": weight for name, weight in weights.items()}
+    weights |= _kimi_k25_tower(text["hidden_size"])
     safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _kimi_k25_tower(text: int, width: int = 64) -> dict[str, torch.Tensor]:
+    """One block of MoonViT and the projector, under the names of the published checkpoint; text: its hidden size."""
+    import torch
+
+    block, merged = "vision_tower.encoder.blocks.0.", 4 * width
+    linears = {
+        block + "wqkv": (3 * width, width),
+        block + "wo": (width, width),
+        block + "mlp.fc0": (width, width),
+        block + "mlp.fc1": (width, width),
+        "vision_tower.patch_embed.proj": (width, 3, 14, 14),
+        "mm_projector.proj.0": (merged, merged),
+        "mm_projector.proj.2": (text, merged),
+    }
+    norms = (block + "norm0", block + "norm1", "vision_tower.encoder.final_layernorm", "mm_projector.pre_norm")
+    shapes = {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    shapes |= {f"{name}.{part}": (width,) for name in norms for part in ("weight", "bias")}
+    shapes["vision_tower.patch_embed.pos_emb.weight"] = (4, 4, width)
+    generator = torch.Generator().manual_seed(0)
+    return {name: 0.1 * torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
 def minimax(folder: Path) -> None:
@@ -224,13 +258,20 @@ MARK_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
+def _mark(folder: Path, first: int, marks: tuple[str, ...]) -> None:
+    """Give the tokenizer the marks that stand for images, from id `first` on."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    fillers = [f"<|unused_{number}|>" for number in range(len(tokenizer), first)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*fillers, *marks]})
+    tokenizer.save_pretrained(folder)
+
+
 def _write_processor(folder: Path) -> None:
     """vLLM asks a multimodal model for its processor at start-up, although no image comes."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    fillers = [f"<|unused_{number}|>" for number in range(len(tokenizer), VOCABULARY)]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*fillers, *MARKS]})
-    tokenizer.save_pretrained(folder)
+    _mark(folder, VOCABULARY, MARKS)
     transformers.Qwen2VLImageProcessor().save_pretrained(folder)
     _edit(folder / "tokenizer_config.json", lambda config: config.update(tokenizer_class="Qwen2TokenizerFast"))

@@ -30,6 +30,7 @@ class Family:
     refused: str | None = None  # the refusal that is right here (a regular expression)
     refused_on_cpu: str | None = None  # the same, of vLLM's CPU build only
     cannot_on_cpu: str | None = None  # vLLM's own error there (a regular expression), which is not about extraction
+    cannot_on_cuda: str | None = None  # the same on an NVIDIA GPU
 
 
 SHAPE = {
@@ -169,7 +170,7 @@ FAMILIES = (
     Family(
         name="Kimi-K2.5",
         config="DeepseekV3Config",
-        values=KIMI_K2,
+        values=KIMI_K2 | {"vocab_size": VOCABULARY + 8},  # the mark for images comes after the text's tokens
         wrapper="kimi_k25",
         cannot_on_cpu=NO_LATENT_ON_CPU,
         note="text prompts; no EAGLE-3 marker in vLLM 0.16",
@@ -205,6 +206,7 @@ FAMILIES = (
         name="Gemma-2",
         config="Gemma2Config",
         values=WINDOW | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        cannot_on_cuda="build does not support tanh softcapping",  # Hopper's kernels (vllm#25502)
         note="scaled embedding, capped scores, sliding and full attention",
     ),
     Family(
@@ -262,6 +264,7 @@ FAMILIES = (
             "block_size": 32,
             "head_dim": 64,  # the narrowest that lightning attention takes
             "rotary_dim": 64,
+            "postnorm": True,  # as published; vLLM's default is a residual from before the norm, transformers knows none
         },
         wrapper="minimax",
         cannot_on_cpu="Found no NVIDIA driver",  # lightning attention is a Triton kernel

@@ -130,9 +130,10 @@ def _conclude(record: Record, family: Family, text: str, cause: str) -> None:
     record.text = tidy(text)
     on_cpu = record.device == "cpu"
     refused = family.refused or (family.refused_on_cpu if on_cpu else None)
+    cannot = family.cannot_on_cpu if on_cpu else family.cannot_on_cuda
     if refused and re.search(refused, text):
         record.verdict = REFUSED
-    elif on_cpu and family.cannot_on_cpu and re.search(family.cannot_on_cpu, text):
+    elif cannot and re.search(cannot, text):
         record.verdict = CANNOT
 
 

@@ -29,7 +29,7 @@ forward pass, of each prompt alone, in float32.
 - Routers that pick experts are jumps: the prompts hold only tokens that no rounding sends to another expert, by the
   reference's own judgement with noise added (`tests/models/zoo/prompts.py`).
 - **refused**: with this text, before anything is loaded or right after. **cannot run here**: vLLM's own error on that
-  device, which has nothing to do with extraction; such rows need a GPU, and were not run.
+  device, which has nothing to do with extraction.
 
 What a model of yours will meet: `vllm-compat plan --model DIR_OR_ID`."""
 
