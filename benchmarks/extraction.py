@@ -33,6 +33,7 @@ from typing import Any
 
 from common import make_model, settings, show
 
+PATH = r" \(/[^)]*\)"  # of an ImportError's text
 Batch = list[list[int]]
 Way = Callable[[Any, Batch], None]
 # Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
@@ -236,7 +237,7 @@ def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
                 found[way] = float(file.read())
             else:
                 errors = re.findall(r"^(?:\w+\.)*\w+Error: .*", done.stderr, re.MULTILINE)
-                found[way] = f"did not run: {errors[-1] if errors else done.returncode}"
+                found[way] = f"did not run: {re.sub(PATH, '', errors[-1]) if errors else done.returncode}"
     return found
 
 

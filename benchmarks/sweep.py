@@ -76,7 +76,8 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
         axes.set_title(f"hidden size {hidden}")
         axes.set_xlabel("captured layers x prompts of a call")
         axes.set_ylabel("tokens/s")
-    figure.axes[0].legend()
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, [name.replace("_", " ") for name in names], loc="outside upper center", ncols=len(names))
     figure.savefig(file)
 
 

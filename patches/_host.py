@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-# More copy faster on average of the good calls, and worse over all: each copy waits for its slowest thread. Measured over
-# twelve calls of 131 MB, on 32 cores of a shared host: 8 threads took 4.7 to 8.2 ms, 16 took 3.4 to 4.5 and once 73.
+# More are faster in most calls and slower over all, because each copy waits for its slowest thread. Twelve calls of
+# 131 MB on 32 cores of a shared host: 8 threads took 4.7 to 8.2 ms, 16 took 3.4 to 4.5 and once 73.
 MOST_THREADS = 8
 # <malloc.h> of glibc, and the largest value that it takes for the second (DEFAULT_MMAP_THRESHOLD_MAX).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20

@@ -35,11 +35,10 @@ TRANSFORMERS_BACKEND = (
     "[batch, tokens, hidden]; use a vLLM that has the model, or extract with Hugging Face"
 )
 ENCODER_DECODER = "it is an encoder-decoder; an EAGLE-3 draft model learns from a decoder alone"
-# csrc/cpu/pos_encoding.cpp, measured on 0.16.0: the queries of DeepseekV2Attention, [tokens, heads, width], are far
-# from what its own forward_native makes; the same numbers as [tokens, heads * width] come out right.
+# patches/worker/rotary.py finds it in any model, after loading.
 LATENT_ON_CPU = (
-    "vLLM's CPU build has no kernel for its latent attention (MLA), and without MLA its rotary kernel turns queries "
-    "wrongly, so every row would be wrong; use a GPU"
+    "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly, so nearly every "
+    "row would be wrong; use a GPU"
 )
 FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
 

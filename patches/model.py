@@ -41,7 +41,7 @@ def reasons(config: Any) -> Iterator[str]:
     scaled = getattr(model.hf_text_config, "routed_scaling_factor", None) not in (None, 1)
     if scaled and str(model.dtype) == "torch.float16" and model.architecture in _models.SCALED_IN_FLOAT16:
         yield _models.FLOAT16
-    if getattr(model.hf_text_config, "kv_lora_rank", None) and not model.use_mla and _on_cpu():
+    if getattr(model.hf_text_config, "kv_lora_rank", None) and _on_cpu():
         yield _models.LATENT_ON_CPU
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
@@ -64,7 +64,6 @@ PATCH = Patch(
         Shape(module="vllm.config.model", symbol="ModelConfig.using_transformers_backend"),
         Shape(module="vllm.config.model", symbol="ModelConfig.is_encoder_decoder"),
         Shape(module="vllm.config.model", symbol="ModelConfig.architecture"),
-        Shape(module="vllm.config.model", symbol="ModelConfig.use_mla"),
         Shape(module="vllm.config.parallel", symbol="ParallelConfig", fields=("pipeline_parallel_size",)),
     ),
     symptom=(

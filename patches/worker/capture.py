@@ -6,10 +6,12 @@ import functools
 import os
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_compat.patches.worker.call import CallBook
-from vllm_compat.patches.worker.labels import check_runner, step_labels
+from vllm_compat.patches.worker.call import CallBook, Span
+from vllm_compat.patches.worker.copies import Copies
+from vllm_compat.patches.worker.labels import check_runner, known_during_forward, step_labels
 from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.meaning import Meaning
 from vllm_compat.patches.worker.rows import HostRows
@@ -26,6 +28,16 @@ class WorkerError(RuntimeError):
     """
 
 
+@dataclass
+class Step:
+    """One pass of the model: what the taps have brought so far."""
+
+    scheduler_output: Any
+    layers: set[int] = field(default_factory=set)  # those that have run
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)  # of each layer, until they are on their way
+    spans: list[Span] | None = None  # where they go, once the model runner tells
+
+
 class Capture:
     """One worker's side of the extraction. Rank 0 of the tensor-parallel group keeps rows; the others only report."""
 
@@ -38,7 +50,7 @@ class Capture:
         self._keeps_rows = _is_first_rank(worker)
         self._book: CallBook | None = None
         self._error: BaseException | None = None
-        self._step: dict[int, torch.Tensor] | None = None
+        self._step: Step | None = None
         self._host = HostRows()
         self._copies = Copies()
         self._post = Post()
@@ -57,7 +69,7 @@ class Capture:
         @functools.wraps(run)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.heard()
-            self._step = {}
+            self._step = Step(scheduler_output)
             try:
                 output = run(scheduler_output, *args, **kwargs)
             except Exception as error:
@@ -65,7 +77,7 @@ class Capture:
                 raise self._reported(error) from error
             step, self._step = self._step, None
             if self._book is not None and self._error is None:
-                self._noting_errors(self._end_step, self._book, step, scheduler_output)
+                self._noting_errors(self._end_step, self._book, step)
             return output
 
         self._runner.execute_model = execute_model
@@ -108,10 +120,10 @@ class Capture:
 
     def _keep(self, layer_id: int, layer: str, output: Any) -> None:
         if self._step is not None and self._book is not None:  # not in a warm-up run
-            self._noting_errors(self._keep_rows, self._step, layer_id, layer, output)
+            self._noting_errors(self._keep_rows, self._book, self._step, layer_id, layer, output)
 
-    def _keep_rows(self, step: dict[int, torch.Tensor], layer_id: int, layer: str, output: Any) -> None:
-        if layer_id in step:
+    def _keep_rows(self, book: CallBook, step: Step, layer_id: int, layer: str, output: Any) -> None:
+        if layer_id in step.layers:
             raise RuntimeError(f"vllm_compat: decoder layer {layer_id} ran twice in one step; its rows are not guessed")
         rows = residual_stream(layer, output)
         if rows.dim() != 2:
@@ -119,22 +131,41 @@ class Capture:
                 f"vllm_compat: decoder layer {layer} returned a tensor of shape {list(rows.shape)}, expected [tokens, "
                 "hidden]; models of vLLM's Transformers backend are not supported"
             )
-        step[layer_id] = rows
+        step.layers.add(layer_id)
+        step.rows[layer_id] = rows
+        if known_during_forward(self._runner):  # so the copies overlap the layers that follow
+            self._place(book, step, layer_id)
 
-    def _end_step(self, book: CallBook, step: dict[int, torch.Tensor], scheduler_output: Any) -> None:
-        scheduled = scheduler_output.total_num_scheduled_tokens
-        if not scheduled:
+    def _end_step(self, book: CallBook, step: Step) -> None:
+        if not step.scheduler_output.total_num_scheduled_tokens:
             return
         for layer_id in self.layer_ids:
-            got = step[layer_id].shape[0] if layer_id in step else 0
-            if got < scheduled:  # more rows are padding behind the batch
-                ids = ", ".join(book.name(i) for i in scheduler_output.num_scheduled_tokens)
-                raise RuntimeError(f"vllm_compat: layer {layer_id}: expected {scheduled} rows of {ids}, got {got}")
-        spans = book.place(step_labels(self._runner, scheduler_output))
-        if self._host.rows is None:
-            self._host.resize(len(self.layer_ids), book.tokens, step[self.layer_ids[0]])
-            self._copies.begin(self._host, len(self.layer_ids), step[self.layer_ids[0]])
-        self._copies.add([step[layer_id][:scheduled] for layer_id in self.layer_ids], spans)
+            if layer_id not in step.layers:
+                raise self._too_few(book, step, layer_id, 0)
+        for layer_id in sorted(step.rows):
+            self._place(book, step, layer_id)
+
+    def _place(self, book: CallBook, step: Step, layer_id: int) -> None:
+        """Send a layer's rows of a step on their way."""
+        rows = step.rows.pop(layer_id)
+        scheduled = step.scheduler_output.total_num_scheduled_tokens
+        if len(rows) < scheduled:  # more rows are padding behind the batch
+            raise self._too_few(book, step, layer_id, len(rows))
+        if step.spans is None:
+            step.spans = book.place(step_labels(self._runner, step.scheduler_output))
+            self._copies.wait()
+            if self._host.rows is None:
+                self._host.resize(len(self.layer_ids), book.tokens, rows)
+                self._copies.begin_call(self._host, rows)
+        self._copies.add(self.layer_ids.index(layer_id), rows[:scheduled], step.spans)
+
+    @staticmethod
+    def _too_few(book: CallBook, step: Step, layer_id: int, got: int) -> RuntimeError:
+        scheduled = step.scheduler_output
+        ids = ", ".join(book.name(i) for i in scheduled.num_scheduled_tokens)
+        return RuntimeError(
+            f"vllm_compat: layer {layer_id}: expected {scheduled.total_num_scheduled_tokens} rows of {ids}, got {got}"
+        )
 
     def check_model(self) -> list[float]:
         """A sample of this rank's residual stream (``Meaning.sample``).
@@ -199,56 +230,6 @@ class Capture:
     def rows_by_value(self) -> list[Any]:
         assert self._host.rows is not None
         return [rows.clone() for rows in self._host.rows]
-
-
-class Copies:
-    """Copies of step rows to the host, on a stream of their own where there is a GPU, and their extreme values."""
-
-    def begin(self, host: HostRows, layers: int, like: torch.Tensor) -> None:
-        import torch
-
-        assert host.rows is not None
-        self._host = host
-        self._overlap = like.device.type == "cuda" and host.is_pinned
-        if self._overlap and not hasattr(self, "_stream"):
-            self._stream = torch.cuda.Stream(like.device)
-        # Of each row of the call; what no step fills in stays NaN, which is an error.
-        self._low, self._high = torch.full((2, layers, host.rows.shape[1]), float("nan"), device=like.device)
-
-    def add(self, layers: list[torch.Tensor], spans: list[Any]) -> None:
-        """layers: the step's rows ``[tokens, hidden]`` per layer; spans: where they go."""
-        import torch
-
-        assert self._host.rows is not None
-        for low, high, rows in zip(self._low, self._high, layers, strict=True):
-            smallest, largest = torch.aminmax(rows, dim=-1)  # a NaN in the row makes both NaN
-            for source, target, count in spans:
-                low[target : target + count] = smallest[source : source + count]
-                high[target : target + count] = largest[source : source + count]
-        if not self._overlap:
-            self._copy(layers, spans, wait=True)
-            return
-        # The last step's copies end before this step's begin, so device memory holds the rows of two steps at most.
-        self._stream.synchronize()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._copy(layers, spans, wait=False)
-        for rows in layers:
-            rows.record_stream(self._stream)
-
-    def _copy(self, layers: list[torch.Tensor], spans: list[Any], *, wait: bool) -> None:
-        assert self._host.rows is not None
-        for target, rows in zip(self._host.rows, layers, strict=True):
-            for span in spans:
-                target[span.target : span.target + span.count].copy_(
-                    rows[span.source : span.source + span.count], non_blocking=not wait
-                )
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the copies; the smallest and the largest value of each row ``[layers, tokens]``, on the CPU."""
-        if self._overlap:
-            self._stream.synchronize()
-        return self._low.cpu(), self._high.cpu()
 
 
 def _is_first_rank(worker: Any) -> bool:

@@ -46,8 +46,14 @@ def _is_v2(runner: Any) -> bool:
     return False
 
 
+def known_during_forward(runner: Any) -> bool:
+    """Whether ``step_labels`` can tell while the model runs: V1 makes its batch before, V2 shows it after."""
+    return _is_v1(runner)
+
+
 def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
-    """Labels of the step that ``runner.execute_model`` has just run (before ``sample_tokens``).
+    """Labels of the step that ``runner.execute_model`` has just run (before ``sample_tokens``), or, where they are
+    ``known_during_forward``, is running.
 
     The order is the runner's: it may differ from the scheduler's, because new requests take the slots of finished ones,
     attention backends reorder, and V2 sorts. The position is checked against what the scheduler sent.

@@ -4,6 +4,8 @@ vLLM's models return ``(hidden_states, residual)`` from a layer in two senses. I
 the next layer's fused RMSNorm builds (``RMSNorm.forward(x, residual)``, vllm/model_executor/layers/layernorm.py). In
 others (Cohere, StableLM, EXAONE 4, Granite hybrids) ``hidden_states`` is the stream already, ``residual`` a leftover.
 The form does not tell; the model's final norm does: it gets both and adds them, or it gets the one.
+
+The same first pass shows a kernel of vLLM that is known to be wrong on some devices (``rotary.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 import sys
 from typing import Any
 
+from vllm_compat.patches.worker.rotary import FAULT, rotary_modules, turns_alike
 from vllm_compat.patches.worker.taps import residual_stream
 
 SAMPLE = 64
@@ -38,6 +41,8 @@ class Meaning:
             return
         self._handles = [layer.register_forward_hook(self._remember) for layer in layers]
         self._handles.append(layers[-1].register_forward_hook(self._take_sample))
+        for rotary in rotary_modules(model):
+            self._handles.append(rotary.register_forward_pre_hook(self._probe, with_kwargs=True))
         for parent in model.modules():
             if any(child is layers for child in parent.children()):
                 for child in parent.children():
@@ -50,9 +55,8 @@ class Meaning:
             self._conclude("no final norm was seen to take the last decoder layer's output")
         if self._verdict:
             raise ValueError(
-                f"vllm_compat: model class {self._model} is not supported: {self._verdict}. What its decoder layers "
-                "return is not understood, so its rows are not guessed. `vllm-compat plan --model` tells beforehand; a "
-                "model that should work is worth an issue."
+                f"vllm_compat: model class {self._model} is not supported: {self._verdict}. Its rows are not guessed. "
+                "`vllm-compat plan --model` tells beforehand; a model that should work is worth an issue."
             )
 
     def check(self) -> None:
@@ -84,6 +88,10 @@ class Meaning:
             self._conclude(f"some of its decoder layers return {min(self._forms)} tensors, others {max(self._forms)}")
         else:
             self._conclude(_verdict(module, given, [part for part in self._last if part is not None]))
+
+    def _probe(self, rotary: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not turns_alike(rotary, *args, **kwargs):
+            self._conclude(FAULT)
 
     def _conclude(self, verdict: str) -> None:
         self._verdict = verdict

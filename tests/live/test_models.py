@@ -49,3 +49,21 @@ def test_refused_right_after_loading_where_the_configuration_does_not_tell(
     monkeypatch.setattr(_models, "REFUSED", {})
     with pytest.raises(RuntimeError, match="CohereForCausalLM is not supported: its final norm is a LayerNorm"):
         extract(build(FAMILY["Cohere"], tmp_path).folder, LAYER_IDS, max_model_len=512)
+
+
+def test_a_rotary_kernel_that_is_wrong_is_seen_in_any_model(
+    extract: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU build has one; on a GPU nothing is refused, and the rows are right (``tests/gpu``)."""
+    from vllm.platforms import current_platform
+
+    from vllm_compat.patches import model
+
+    monkeypatch.setattr(model, "_on_cpu", lambda: False)  # the configuration's refusal would come first
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    folder = build(FAMILY["DeepSeek-V2"], tmp_path).folder
+    if current_platform.is_cpu():
+        with pytest.raises(RuntimeError, match="DeepseekV2ForCausalLM is not supported: vLLM's rotary kernel"):
+            extract(folder, LAYER_IDS, max_model_len=512)
+    else:
+        extract(folder, LAYER_IDS, max_model_len=512)

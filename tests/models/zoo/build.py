@@ -189,6 +189,7 @@ def kimi_k25(folder: Path) -> None:
         "intermediate_size": 64,
         "init_pos_emb_height": 4,
         "init_pos_emb_width": 4,
+        "merge_kernel_size": [2, 2],
         "mm_hidden_size": text["hidden_size"],
     }
     (folder / "configuration_kimi_k25.py").write_text(KIMI_K25_CODE.lstrip())

@@ -81,10 +81,9 @@ LATENT = {
     "v_head_dim": 128,
     "head_dim": 64,
 }
-NO_LATENT_ON_CPU = "MLA is not supported on CPU"
 KIMI_K2 = DEEPSEEK_V3 | LATENT | {"n_group": 1, "topk_group": 1}
 NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # attention as one writes it down, for any width; the layers are the same
-WRONG_ROTARY = "rotary kernel turns queries wrongly"
+WRONG_ROTARY = "rotary kernel of vLLM's CPU build turns the queries"
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
 MROPE = {"type": "default", "rope_type": "default", "mrope_section": [4, 6, 6]}
 
@@ -156,7 +155,7 @@ FAMILIES = (
         name="DeepSeek-V3-MLA",
         config="DeepseekV3Config",
         values=DEEPSEEK_V3 | LATENT,
-        cannot_on_cpu=NO_LATENT_ON_CPU,
+        refused_on_cpu=WRONG_ROTARY,
         note="latent attention's own kernels",
     ),
     Family(
@@ -164,7 +163,7 @@ FAMILIES = (
         config="DeepseekV3Config",
         values=KIMI_K2,
         wrapper="kimi_k2",
-        cannot_on_cpu=NO_LATENT_ON_CPU,
+        refused_on_cpu=WRONG_ROTARY,
         note="DeepSeek-V3's classes under its own model type",
     ),
     Family(
@@ -172,7 +171,7 @@ FAMILIES = (
         config="DeepseekV3Config",
         values=KIMI_K2 | {"vocab_size": VOCABULARY + 8},  # the mark for images comes after the text's tokens
         wrapper="kimi_k25",
-        cannot_on_cpu=NO_LATENT_ON_CPU,
+        refused_on_cpu=WRONG_ROTARY,
         note="text prompts; no EAGLE-3 marker in vLLM 0.16",
     ),
     Family(
@@ -264,7 +263,7 @@ FAMILIES = (
             "block_size": 32,
             "head_dim": 64,  # the narrowest that lightning attention takes
             "rotary_dim": 64,
-            "postnorm": True,  # as published; vLLM's default is a residual from before the norm, transformers knows none
+            "postnorm": True,  # as published, and as transformers takes for granted; vLLM does not
         },
         wrapper="minimax",
         cannot_on_cpu="Found no NVIDIA driver",  # lightning attention is a Triton kernel

@@ -1,0 +1,65 @@
+"""Copies of a step's rows to the host, beside the layers that follow them, and the extreme values of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm_compat.patches.worker.call import Span
+from vllm_compat.patches.worker.rows import HostRows
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Copies:
+    """On a GPU with page-locked rows they run on a stream of their own; elsewhere each is done when it is added."""
+
+    _stream: torch.cuda.Stream | None = None
+
+    def begin_call(self, host: HostRows, like: torch.Tensor) -> None:
+        """host: where the rows of the call go; like: some of them, on their device."""
+        import torch
+
+        assert host.rows is not None
+        self._rows = host.rows
+        if not host.is_pinned:
+            self._stream = None
+        elif self._stream is None:
+            self._stream = torch.cuda.Stream(like.device)
+        # Of each row of the call; what no step fills in stays NaN, which is an error.
+        self._low, self._high = torch.full((2, *host.rows.shape[:2]), float("nan"), device=like.device)
+
+    def wait(self) -> None:
+        """Until all copies have ended: before the rows are read, before their memory goes, and before another step's
+        copies begin, so device memory holds the rows of two steps at most."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def add(self, layer: int, rows: torch.Tensor, spans: Sequence[Span]) -> None:
+        """rows: the step's ``[tokens, hidden]`` of the call's ``layer``-th layer; spans: where they go."""
+        import torch
+
+        smallest, largest = torch.aminmax(rows, dim=-1)  # a NaN in the row makes both NaN
+        for source, target, count in spans:
+            self._low[layer, target : target + count] = smallest[source : source + count]
+            self._high[layer, target : target + count] = largest[source : source + count]
+        if self._stream is None:
+            self._copy(layer, rows, spans)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(layer, rows, spans)
+        rows.record_stream(self._stream)
+
+    def _copy(self, layer: int, rows: torch.Tensor, spans: Sequence[Span]) -> None:
+        target = self._rows[layer]
+        for span in spans:
+            target[span.target : span.target + span.count].copy_(
+                rows[span.source : span.source + span.count], non_blocking=self._stream is not None
+            )
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the copies; the smallest and the largest value of each row ``[layers, tokens]``, on the CPU."""
+        self.wait()
+        return self._low.cpu(), self._high.cpu()
