@@ -177,6 +177,20 @@ class KimiK25Images(BaseImageProcessor):
 '''
 
 
+KIMI_K25_IMAGES = {  # for the image processor that later releases of vLLM have themselves
+    "patch_size": 14,
+    "merge_kernel_size": 2,
+    "temporal_merge_kernel_size": 4,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "in_patch_limit": 256,
+    "in_patch_limit_each_frame": None,
+    "in_patch_limit_video": None,
+    "patch_limit_on_one_side": 16,
+    "fixed_output_tokens": None,
+}
+
+
 def kimi_k25(folder: Path) -> None:
     """The wrapper: a vision tower with random weights beside the text model, whose names get a prefix."""
     import safetensors.torch
@@ -205,7 +219,12 @@ def kimi_k25(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     _mark(folder, VOCABULARY, ("<|media_pad|>",))
     (folder / "preprocessor_config.json").write_text(
-        json.dumps({"auto_map": {"AutoImageProcessor": "configuration_kimi_k25.KimiK25Images"}})
+        json.dumps(
+            {
+                "auto_map": {"AutoImageProcessor": "configuration_kimi_k25.KimiK25Images"},
+                "media_proc_cfg": KIMI_K25_IMAGES,
+            }
+        )
     )
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     weights = {f"language_model.{name}": weight for name, weight in weights.items()}
