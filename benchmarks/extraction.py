@@ -248,6 +248,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     if options.model is None:
         make_model(folder, options.hidden, options.layers, options.tokens + 1, options.experts)
+    else:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        options.hidden, options.layers = config["hidden_size"], config["num_hidden_layers"]
+        options.experts = config.get("n_routed_experts", 0)
     extra = others(folder, options) if options.others else {}
     from speculators.data_generation import VllmHiddenStatesGenerator
 

@@ -6,6 +6,9 @@ tried: after loading, the model's own final norm decides (``worker/meaning.py``)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 SHOWN = frozenset(
     {
         "DeepseekV2ForCausalLM",
@@ -16,6 +19,7 @@ SHOWN = frozenset(
         "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
+        "KimiK25ForConditionalGeneration",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
@@ -35,10 +39,9 @@ TRANSFORMERS_BACKEND = (
     "[batch, tokens, hidden]; use a vLLM that has the model, or extract with Hugging Face"
 )
 ENCODER_DECODER = "it is an encoder-decoder; an EAGLE-3 draft model learns from a decoder alone"
-# patches/worker/rotary.py finds it in any model, after loading.
 LATENT_ON_CPU = (
-    "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly, so nearly every "
-    "row would be wrong; use a GPU"
+    "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly where there is no "
+    "YaRN, so nearly every row would be wrong; use a GPU"
 )
 FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
 
@@ -68,3 +71,13 @@ REFUSED = {
     "Gemma3nForConditionalGeneration": "its layers carry several streams at once (AltUp): no one row per token",
 }
 """Architecture to reason: refused on every release before loading."""
+
+
+def turned_by_the_kernel(text: Mapping[str, Any]) -> bool:
+    """Whether a text configuration is one of latent attention whose queries ``worker/rotary.py`` is about.
+
+    That finds any other model, too, after loading.
+    """
+    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return bool(text.get("kv_lora_rank")) and kind in (None, "default")

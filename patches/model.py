@@ -41,7 +41,7 @@ def reasons(config: Any) -> Iterator[str]:
     scaled = getattr(model.hf_text_config, "routed_scaling_factor", None) not in (None, 1)
     if scaled and str(model.dtype) == "torch.float16" and model.architecture in _models.SCALED_IN_FLOAT16:
         yield _models.FLOAT16
-    if getattr(model.hf_text_config, "kv_lora_rank", None) and _on_cpu():
+    if _models.turned_by_the_kernel(vars(model.hf_text_config)) and _on_cpu():
         yield _models.LATENT_ON_CPU
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"

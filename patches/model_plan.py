@@ -153,7 +153,7 @@ def _verdict(
         yield _refused(architecture, _models.REFUSED[architecture])
     elif scaled and dtype == "float16" and architecture in _models.SCALED_IN_FLOAT16:
         yield _refused(architecture, _models.FLOAT16)
-    elif cpu and text.get("kv_lora_rank"):
+    elif cpu and _models.turned_by_the_kernel(text):
         yield _refused(architecture, _models.LATENT_ON_CPU)
     elif config.get("is_encoder_decoder"):
         yield _refused(architecture, _models.ENCODER_DECODER)

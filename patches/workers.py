@@ -30,9 +30,9 @@ def proven_executor(original: type) -> type:
             self._mailbox = Mailbox()
             settings = {EXPECTED: fingerprint(), PATH: self._mailbox.path, **_start_method()}
             try:
-                with _one_at_a_time, _environment(settings), _one_thread() as threads:
+                with _one_at_a_time, _environment(settings), _safe_to_fork() as threads:
                     super().__init__(*args, **kwargs)
-                copy_with(threads, self.world_size)
+                    _copy_beside(self.world_size, threads)
             except Exception as error:
                 # vLLM says "see stack trace"; a refusal of ours is the better text.
                 if first := self.first_error():
@@ -117,30 +117,42 @@ def cuda_driver_is_initialised() -> bool:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[int]:
-    """One host thread while workers start; gives how many this process had, and has again if they do not start.
+def _safe_to_fork() -> Iterator[int]:
+    """One host thread, here and for the workers, while workers are forked; gives how many this process had.
 
-    vLLM sets one itself (``set_multiprocessing_worker_envs``), but not where OMP_NUM_THREADS is set: by the user, or by
-    vLLM for an earlier generator. Threads of GNU OpenMP do not live on in a forked child, which waits for them for ever
-    once it wants several.
+    Threads of GNU OpenMP do not live on in a forked child: once it wants several it waits for them for ever, if this
+    process has ever used them. vLLM sees to it itself up to 0.31, but not where OMP_NUM_THREADS is set: by the user, or
+    by vLLM for an earlier generator (``set_multiprocessing_worker_envs``, ``set_default_torch_num_threads``).
     """
     import torch
 
     threads = torch.get_num_threads()
-    if "OMP_NUM_THREADS" in os.environ:  # else vLLM sets that, too, and spawned workers take as many as there are cores
+    forked = os.environ.get(START_METHOD, "fork") == "fork"
+    if forked:
         torch.set_num_threads(1)
     try:
-        yield threads
+        with _environment({"OMP_NUM_THREADS": "1"} if forked else {}):
+            yield threads
     except BaseException:
         torch.set_num_threads(threads)
         raise
 
 
-def copy_with(own: int, workers: int) -> None:
-    """With the one thread that vLLM leaves to this process the consumer would copy hidden states on a single core."""
+_own, _ours = 0, 0  # host threads that this process had by itself, and those set in their place
+
+
+def _copy_beside(workers: int, threads: int) -> None:
+    """With the one thread that vLLM leaves to this process the consumer would copy hidden states on a single core.
+
+    threads: how many there were before the workers started, by an earlier generator's workers or by itself.
+    """
     import torch
 
-    torch.set_num_threads(copying_threads(own, workers))
+    global _own, _ours
+    if threads != _ours:
+        _own = threads
+    _ours = copying_threads(_own, workers)
+    torch.set_num_threads(_ours)
 
 
 @contextlib.contextmanager

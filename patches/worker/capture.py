@@ -152,11 +152,11 @@ class Capture:
         if len(rows) < scheduled:  # more rows are padding behind the batch
             raise self._too_few(book, step, layer_id, len(rows))
         if step.spans is None:
-            step.spans = book.place(step_labels(self._runner, step.scheduler_output))
             self._copies.wait()
             if self._host.rows is None:
                 self._host.resize(len(self.layer_ids), book.tokens, rows)
                 self._copies.begin_call(self._host, rows)
+            step.spans = book.place(step_labels(self._runner, step.scheduler_output))
         self._copies.add(self.layer_ids.index(layer_id), rows[:scheduled], step.spans)
 
     @staticmethod

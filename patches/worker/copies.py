@@ -22,7 +22,7 @@ class Copies:
         import torch
 
         assert host.rows is not None
-        self._rows = host.rows
+        self._host = host
         if not host.is_pinned:
             self._stream = None
         elif self._stream is None:
@@ -53,7 +53,8 @@ class Copies:
         rows.record_stream(self._stream)
 
     def _copy(self, layer: int, rows: torch.Tensor, spans: Sequence[Span]) -> None:
-        target = self._rows[layer]
+        assert self._host.rows is not None
+        target = self._host.rows[layer]
         for span in spans:
             target[span.target : span.target + span.count].copy_(
                 rows[span.source : span.source + span.count], non_blocking=self._stream is not None

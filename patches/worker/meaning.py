@@ -14,7 +14,7 @@ import inspect
 import sys
 from typing import Any
 
-from vllm_compat.patches.worker.rotary import FAULT, rotary_modules, turns_alike
+from vllm_compat.patches.worker.rotary import FAULT, rotary_modules, turns_rightly
 from vllm_compat.patches.worker.taps import residual_stream
 
 SAMPLE = 64
@@ -90,7 +90,8 @@ class Meaning:
             self._conclude(_verdict(module, given, [part for part in self._last if part is not None]))
 
     def _probe(self, rotary: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not turns_alike(rotary, *args, **kwargs):
+        given = [each for each in (*args, *kwargs.values()) if each is not None]
+        if not turns_rightly(rotary, *given[:3]):
             self._conclude(FAULT)
 
     def _conclude(self, verdict: str) -> None:

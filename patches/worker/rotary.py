@@ -1,8 +1,9 @@
-"""A fault of vLLM's CPU build: its rotary kernel turns queries of ``[tokens, heads, width]`` by wrong angles.
+"""A fault of vLLM's CPU build: its rotary kernel turns some queries by wrong angles.
 
-The same numbers as ``[tokens, heads * width]`` come out right (csrc/cpu/pos_encoding.cpp; seen on 0.16.0 and 0.32.0).
-Most models give the latter. Those with latent attention give the former, and all their rows but each prompt's first are
-wrong.
+Queries of ``[tokens, heads * width]`` come out right, the same ones as ``[tokens, heads, width]`` do not
+(csrc/cpu/pos_encoding.cpp; seen on 0.16.0, 0.25.1 and 0.32.0). Most models give the former. Those with latent attention
+give the latter; with YaRN, as published, vLLM does without the kernel on a CPU (``DeepseekScalingRotaryEmbedding``),
+without it all their rows but each prompt's first are wrong.
 """
 
 from __future__ import annotations
@@ -13,31 +14,41 @@ if TYPE_CHECKING:
     import torch
 
 FAULT = (
-    "vLLM's rotary kernel on this device does not turn its queries, of shape [tokens, heads, width], as it turns the "
-    "same ones of shape [tokens, heads * width], so nearly every row would be wrong; use a GPU"
+    "vLLM's rotary kernel on this device does not turn its queries as vLLM's own code in torch does (forward_native), "
+    "so nearly every row would be wrong; use a GPU"
 )
 TOKENS = 8
+ROUNDING = 2.0**-5  # of a query's length: several steps of bfloat16; another angle is of the order of 1
 
 
 def rotary_modules(model: Any) -> list[Any]:
-    """vLLM's rotary embeddings on the CPU, by what every one of them has."""
-    found = [each for each in model.modules() if hasattr(each, "cos_sin_cache") and hasattr(each, "rotary_dim")]
+    """vLLM's rotary embeddings on the CPU that have a kernel and code in torch."""
+    parts = ("cos_sin_cache", "rotary_dim", "forward_native")
+    found = [each for each in model.modules() if all(hasattr(each, part) for part in parts)]
     return [each for each in found if each.cos_sin_cache.device.type == "cpu"]
 
 
-def turns_alike(rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> bool:
-    """Whether the shape makes no difference to queries and keys like these (their numbers may be a warm-up's zeros)."""
+def turns_rightly(rotary: Any, *given: Any) -> bool:
+    """Whether the kernel and the code in torch agree.
+
+    Args:
+        given: what the model gives it: positions ``[tokens]`` or ``[3, tokens]``, the query, perhaps the key. Only
+            their shapes count, since in a warm-up the numbers may all be 0.
+    """
     import torch
 
-    if query.dim() < 3:
+    positions, *turned = given
+    if positions.is_floating_point():  # of images: Llama 4's vision tower gives query and key alone
         return True
-    places = torch.arange(TOKENS).expand(*positions.shape[:-1], TOKENS)
     source = torch.Generator().manual_seed(0)
-    shaped = [
-        None if each is None else torch.randn(TOKENS, *each.shape[1:], generator=source).to(each.dtype)
-        for each in (query, key)
+    places = torch.arange(TOKENS).expand(*positions.shape[:-1], TOKENS)
+    numbers = [torch.randn(TOKENS, *each.shape[1:], generator=source).to(each.dtype) for each in turned]
+    results = [
+        turn(places, *(each.clone() for each in numbers))[: len(numbers)]  # both may work in place
+        for turn in (rotary.forward, rotary.forward_native)
     ]
-    flat = [None if each is None else each.flatten(1).clone() for each in shaped]  # it works in place
-    right, given = rotary.forward(places, *flat)[0], rotary.forward(places, *shaped)[0]
-    # The same kernel on the same numbers: what differs by more than a rounding is another angle.
-    return torch.allclose(given.flatten(1).float(), right.flatten(1).float(), rtol=2**-6, atol=2**-6)
+    return all(_near(one.flatten(1).float(), other.flatten(1).float()) for one, other in zip(*results, strict=True))
+
+
+def _near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool((one - other).norm() <= ROUNDING * other.norm())

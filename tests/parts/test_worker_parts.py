@@ -268,8 +268,8 @@ import os, torch
 torch.set_num_threads(4)
 big = torch.ones(4_000_000)
 big.exp()  # so OpenMP's threads are there
-from vllm_compat.patches.workers import _one_thread
-with _one_thread() as threads:
+from vllm_compat.patches.workers import _safe_to_fork
+with _safe_to_fork() as threads:
     child = os.fork()
     if child == 0:
         big.exp()  # waits for ever for threads that a fork does not take along
@@ -282,4 +282,47 @@ assert threads == 4
 def test_a_forked_worker_can_compute_after_its_parent_has(tmp_path: Path) -> None:
     """As with a second generator, or in a job whose scheduler sets OMP_NUM_THREADS (Slurm, torchrun)."""
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    environment.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
     subprocess.run([sys.executable, "-c", FORK], cwd=tmp_path, env=environment, timeout=60, check=True)
+
+
+class Rotary(torch.nn.Module):
+    """Like vLLM's, with a kernel that is wrong for queries of three dimensions, or is not."""
+
+    rotary_dim = 4
+
+    def __init__(self, good: bool) -> None:
+        super().__init__()
+        self.cos_sin_cache = torch.empty(0)
+        self.good = good
+
+    def forward_native(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return query + positions.view(-1, *[1] * (query.dim() - 1)), key
+
+    def forward(self, positions: Any, query: Any, key: Any = None) -> Any:
+        return self.forward_native(positions + (not self.good and query.dim() > 2), query, key)
+
+
+class Turned(torch.nn.Module):
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        heads = torch.zeros(len(states), 2, 4)  # as in a warm-up
+        self.rotary(torch.zeros(len(states), dtype=torch.long), heads, key=heads)
+        return states
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_rotary_kernel_that_is_wrong_is_seen_in_a_warm_up_of_zeros(good: bool) -> None:
+    model = Model(Turned(Rotary(good)), norm=AnyNorm())
+    meaning = Meaning(model, model.layers, torch.bfloat16)
+    model(torch.zeros(3, 4))
+    if good:
+        meaning.check()
+    else:
+        with pytest.raises(ValueError, match="vLLM's rotary kernel on this device does not turn"):
+            meaning.check()

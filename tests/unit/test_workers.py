@@ -83,7 +83,7 @@ class Executor:
     def __init__(self, reports: list[dict[str, Any]]) -> None:
         self.reports, self.world_size, self.is_shut_down = reports, len(reports), False
         self.told = {name: os.environ.get(name) for name in (EXPECTED, workers.START_METHOD)}
-        self.threads_at_start = sys.modules["torch"].get_num_threads()
+        self.at_start = (sys.modules["torch"].get_num_threads(), os.environ.get("OMP_NUM_THREADS"))
         made.append(self)
 
     def collective_rpc(self, method: str) -> list[dict[str, Any]]:
@@ -105,6 +105,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     monkeypatch.setattr(workers, "cuda_driver_is_initialised", lambda: False)
     monkeypatch.delenv(EXPECTED, raising=False)
+    monkeypatch.setattr(workers, "_own", 0)
+    monkeypatch.setattr(workers, "_ours", 0)
+    monkeypatch.delenv(workers.START_METHOD, raising=False)
     monkeypatch.setattr(ledger, "_workers", [])
     monkeypatch.setattr(ledger, "_entries", [])
     made.clear()
@@ -117,21 +120,39 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
-def test_workers_start_beside_one_thread_where_vllm_does_not_see_to_it(
+@pytest.mark.parametrize("given", [None, "8"])
+def test_forked_workers_start_beside_one_thread(build: Any, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert build({}, {}).at_start == (1, "1")
+    assert os.environ.get("OMP_NUM_THREADS") == given
+    assert sys.modules["torch"].threads == [8, 1, 8]  # 16 cores have room for them beside two workers
+
+
+def test_spawned_workers_take_what_they_are_given(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(workers.START_METHOD, "spawn")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert build({}).at_start == (8, "4")
+
+
+def test_a_generator_with_many_workers_takes_no_threads_from_the_next(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert build({}, {}).threads_at_start == 1
-    assert sys.modules["torch"].threads == [8, 1, 8]  # 16 cores have room for them beside two workers
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert build({}, {}).threads_at_start == 8, "vLLM sets one, and OMP_NUM_THREADS for spawned workers"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(10)), raising=False)
+    build(*[{}] * 8)
+    assert sys.modules["torch"].get_num_threads() == 1
+    build({})
+    assert sys.modules["torch"].get_num_threads() == 8
+    sys.modules["torch"].set_num_threads(3)  # by the user
+    build({})
+    assert sys.modules["torch"].get_num_threads() == 3
 
 
 def test_threads_are_as_before_if_workers_do_not_start(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_start(self: Any, reports: Any) -> None:
         raise OSError("planted")
 
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setattr(Executor, "__init__", no_start)
     with pytest.raises(OSError, match="planted"):
         build({})

@@ -26,6 +26,7 @@ class Family:
     quantize: str | None = None  # see quantized.py
     dtype: str = "bfloat16"
     environ: Mapping[str, str] = field(default_factory=dict)  # settings of this run
+    environ_on_cpu: Mapping[str, str] = field(default_factory=dict)  # more of them
     note: str = ""  # what of the family the configuration shows
     refused: str | None = None  # the refusal that is right here (a regular expression)
     refused_on_cpu: str | None = None  # the same, of vLLM's CPU build only
@@ -81,7 +82,16 @@ LATENT = {
     "v_head_dim": 128,
     "head_dim": 64,
 }
-KIMI_K2 = DEEPSEEK_V3 | LATENT | {"n_group": 1, "topk_group": 1}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 512,
+}
+KIMI_K2 = DEEPSEEK_V3 | LATENT | {"n_group": 1, "topk_group": 1, "rope_scaling": LATENT_YARN}
 NO_MLA = {"VLLM_MLA_DISABLE": "1"}  # attention as one writes it down, for any width; the layers are the same
 WRONG_ROTARY = "rotary kernel of vLLM's CPU build turns the queries"
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
@@ -163,16 +173,16 @@ FAMILIES = (
         config="DeepseekV3Config",
         values=KIMI_K2,
         wrapper="kimi_k2",
-        refused_on_cpu=WRONG_ROTARY,
-        note="DeepSeek-V3's classes under its own model type",
+        environ_on_cpu=NO_MLA,
+        note="DeepSeek-V3's classes under its own model type; YaRN",
     ),
     Family(
         name="Kimi-K2.5",
         config="DeepseekV3Config",
         values=KIMI_K2 | {"vocab_size": VOCABULARY + 8},  # the mark for images comes after the text's tokens
         wrapper="kimi_k25",
-        refused_on_cpu=WRONG_ROTARY,
-        note="text prompts; no EAGLE-3 marker in vLLM 0.16",
+        environ_on_cpu=NO_MLA,
+        note="text prompts; no EAGLE-3 marker in vLLM 0.16; YaRN",
     ),
     Family(
         name="Llama-4-text",

@@ -61,7 +61,9 @@ def run(family: Family, tensor_parallel: int = 1) -> Record:
     """Build, extract with the unmodified consumer, compare; never raises for what the model or vLLM does."""
     from vllm.platforms import current_platform
 
-    with tempfile.TemporaryDirectory(prefix="vllm-compat-models-") as folder, _settings(family.environ):
+    device = str(current_platform.device_type)
+    environ = {**family.environ, **(family.environ_on_cpu if device == "cpu" else {})}
+    with tempfile.TemporaryDirectory(prefix="vllm-compat-models-") as folder, _settings(environ):
         checkpoint = build(family, Path(folder))
         record = Record(
             model=family.name,
@@ -71,10 +73,10 @@ def run(family: Family, tensor_parallel: int = 1) -> Record:
             speculators=_version("speculators"),
             transformers=_version("transformers"),
             torch=_version("torch"),
-            device=str(current_platform.device_type),
+            device=device,
             dtype=family.dtype,
             tensor_parallel=tensor_parallel,
-            settings=dict(family.environ),
+            settings=environ,
             quantization=family.quantize,
         )
         with _errors_of_workers() as heard:
