@@ -47,10 +47,11 @@ def about_model(here: Surroundings) -> Answer:
     kinds = vllm_models(here.path)
     dtype = _dtype(config, text)
     layers = _first(text, LAYERS)
+    cpu = _cpu_build(here)
     found = [
-        *_verdict(architecture, kinds, config, text, dtype, _cpu_build(here)),
+        *_verdict(architecture, kinds, config, text, dtype, cpu),
         *_consumer(config, text, layers),
-        *_notes(config),
+        *_notes(config, text, cpu),
     ]
     return Answer(
         facts={
@@ -198,9 +199,14 @@ def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) 
         )
 
 
-def _notes(config: dict[str, Any]) -> Iterator[Finding]:
+def _notes(config: dict[str, Any], text: dict[str, Any], cpu: bool) -> Iterator[Finding]:
     if "vision_config" in config or "audio_config" in config:
         yield Finding(status="note", text="text prompts only: images and audio are out of reach of speculators 0.3.0")
+    if cpu and text.get("kv_lora_rank") and not _models.turned_by_the_kernel(text):
+        yield Finding(
+            status="note",
+            text="if vLLM's CPU build says 'MLA is not supported on CPU': VLLM_MLA_DISABLE=1 lets this model run",
+        )
 
 
 def _word(findings: list[Finding]) -> str:

@@ -104,6 +104,18 @@ def test_a_wrapper(ask) -> None:
     assert any("text prompts only" in finding.text for finding in answer.findings)
 
 
+def test_latent_attention_with_yarn_runs_on_the_cpu_build(ask) -> None:
+    config = LLAMA | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "kv_lora_rank": 512,
+        "rope_scaling": {"type": "yarn", "factor": 40},
+    }
+    answer = ask(config, vllm="0.16.0+cpu")
+    assert answer.facts["verdict"] == "shown"
+    assert "VLLM_MLA_DISABLE=1" in answer.findings[-1].text
+    assert "VLLM_MLA_DISABLE" not in str(ask(config, vllm="0.16.0").findings)
+
+
 @pytest.mark.parametrize(("vllm", "refused"), [("0.16.0+cpu", True), ("0.16.0", False)])
 def test_latent_attention_on_the_cpu_build(ask, vllm: str, refused: bool) -> None:
     answer = ask(LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, vllm=vllm)
