@@ -40,16 +40,20 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         import statistics
         import time
 
+        from vllm_compat.patches.worker.capture import Step
+
         runner, capture = worker.model_runner, worker._vllm_compat_capture
         layers = runner.get_model().model.layers
         hooks = [dict(layer._forward_hooks) for layer in layers]
+        capture._place = lambda *args: None  # where the rows go has no part in this
         seconds: dict[str, list[float]] = {"bare": [], "idle": [], "taps": []}
         for turn in range(rounds + 1):
             for way, times in seconds.items():
                 for layer, own in zip(layers, hooks, strict=True):
                     layer._forward_hooks.clear()
                     layer._forward_hooks.update({} if way == "bare" else own)
-                capture._book, capture._step = (object(), {}) if way == "taps" else (None, None)
+                step = Step(None)
+                capture._book, capture._step = (object(), step) if way == "taps" else (None, None)
                 begin = time.perf_counter()
                 runner._dummy_run(tokens)
                 if runner.device.type == "cuda":
@@ -58,9 +62,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     torch.cuda.synchronize()
                 if turn:  # the first warms up
                     times.append(time.perf_counter() - begin)
-                if way == "taps" and len(capture._step) != len(capture.layer_ids):
+                if way == "taps" and step.layers != set(capture.layer_ids):
                     raise RuntimeError("the taps have not seen the layers")
         capture._book = capture._step = None
+        del capture._place
         return {way: statistics.median(times) for way, times in seconds.items()}
 
     (seconds,) = generator.executor.collective_rpc(in_worker, args=(options.tokens, options.rounds))
