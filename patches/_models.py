@@ -30,6 +30,7 @@ SHOWN = frozenset(
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM",
         "Qwen3VLForConditionalGeneration",
     }
 )

@@ -42,6 +42,7 @@ def main() -> int:
     if not arguments.table:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
+        import transformers
         from zoo.record import FAILED, WRONG, run
 
         import vllm_compat
@@ -51,6 +52,9 @@ def main() -> int:
             if arguments.names and family.name not in arguments.names:
                 continue
             if arguments.missing and (arguments.out / coordinate() / f"{family.name}.json").exists():
+                continue
+            if not hasattr(transformers, family.config):
+                print(f"{family.name}: transformers {transformers.__version__} has no {family.config}", flush=True)
                 continue
             start = time.monotonic()
             record = run(family)

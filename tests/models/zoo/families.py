@@ -122,8 +122,8 @@ FAMILIES = (
             "shared_expert_intermediate_size": 32,
             "linear_num_value_heads": 4,
             "linear_num_key_heads": 2,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
+            "linear_key_head_dim": 128,  # as published; kernels know few others
+            "linear_value_head_dim": 128,
         },
         cannot_on_cpu="too many values to unpack",
         note="linear and full attention",
@@ -196,7 +196,7 @@ FAMILIES = (
             "attention_chunk_size": 64,
             "no_rope_layers": [1, 1, 1, 0],
         },
-        cannot_on_cpu="apply_router_weight_on_input",
+        cannot_on_cpu="apply_router_weight_on_input|attn_chunk_size 64 is not divisible by block_size",
         note="chunked attention, a layer without positions, experts",
     ),
     Family(
@@ -278,6 +278,20 @@ FAMILIES = (
         wrapper="minimax",
         cannot_on_cpu="Found no NVIDIA driver",  # lightning attention is a Triton kernel
         note="lightning and full attention",
+    ),
+    Family(
+        name="MiniMax-M2",
+        config="MiniMaxM2Config",
+        values={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+        cannot_on_cpu='scoring_func == "softmax"',
+        note="one norm over all heads of the queries; transformers has it from 5 on",
     ),
     Family(
         name="Qwen2.5-VL",
