@@ -226,7 +226,7 @@ def bus_rate(generator: Any) -> float | None:
 
 
 def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
-    """Tokens per second of each other way, or the last line of why not. A process each: this one opens no device."""
+    """Tokens per second of each other way, or the last error. A process each: this one opens no device."""
     found: dict[str, float | str] = {}
     for way in ("hugging_face", "vllm_extractor"):
         with tempfile.NamedTemporaryFile("r") as file:

@@ -37,14 +37,14 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(options: argparse.Namespace, model: Path, hidden: int, captured: int) -> dict[str, Any]:
+def run(options: argparse.Namespace, model: Path, captured: int) -> dict[str, Any]:
     """One model and set of layers, in a process of its own."""
     step = LAYERS_OF_MODEL // captured
     layer_ids = range(LAYERS_OF_MODEL - 1, -1, -step)[:captured]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         command = [sys.executable, str(HERE / "extraction.py"), "--model", str(model), "--json", str(file)]
-        settings = {"hidden": hidden, "layers": LAYERS_OF_MODEL, "tokens": options.tokens, "prompts": options.prompts}
+        settings = {"tokens": options.tokens, "prompts": options.prompts}
         settings |= {"slow-prompts": 8, "rounds": options.rounds, "tensor-parallel-size": options.tensor_parallel_size}
         for name, value in settings.items():
             command += [f"--{name}", str(value)]
@@ -89,7 +89,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 model = make_model(Path(folder) / "model", hidden, LAYERS_OF_MODEL, options.tokens + 1)
                 for captured in options.captured:
-                    results.append(run(options, model, hidden, captured))
+                    results.append(run(options, model, captured))
                     options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     results = json.loads(options.json.read_text(encoding="utf-8"))
     for result in results:

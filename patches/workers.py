@@ -121,8 +121,8 @@ def _safe_to_fork() -> Iterator[int]:
     """One host thread, here and for the workers, while workers are forked; gives how many this process had.
 
     Threads of GNU OpenMP do not live on in a forked child: once it wants several it waits for them for ever, if this
-    process has ever used them. vLLM sees to it itself up to 0.31, but not where OMP_NUM_THREADS is set: by the user, or
-    by vLLM for an earlier generator (``set_multiprocessing_worker_envs``, ``set_default_torch_num_threads``).
+    process has ever used them. vLLM 0.16 and 0.25 see to it themselves, but not where OMP_NUM_THREADS is set, by the
+    user or by vLLM for an earlier generator; 0.32 does not (``set_multiprocessing_worker_envs``).
     """
     import torch
 

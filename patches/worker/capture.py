@@ -34,7 +34,9 @@ class Step:
 
     scheduler_output: Any
     layers: set[int] = field(default_factory=set)  # those that have run
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)  # of each layer, until they are on their way
+    rows: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # of each layer, where they wait for the end of the step
     spans: list[Span] | None = None  # where they go, once the model runner tells
 
 
@@ -132,9 +134,10 @@ class Capture:
                 "hidden]; models of vLLM's Transformers backend are not supported"
             )
         step.layers.add(layer_id)
-        step.rows[layer_id] = rows
         if known_during_forward(self._runner):  # so the copies overlap the layers that follow
-            self._place(book, step, layer_id)
+            self._place(book, step, layer_id, rows)
+        else:
+            step.rows[layer_id] = rows
 
     def _end_step(self, book: CallBook, step: Step) -> None:
         if not step.scheduler_output.total_num_scheduled_tokens:
@@ -142,12 +145,11 @@ class Capture:
         for layer_id in self.layer_ids:
             if layer_id not in step.layers:
                 raise self._too_few(book, step, layer_id, 0)
-        for layer_id in sorted(step.rows):
-            self._place(book, step, layer_id)
+        for layer_id, rows in step.rows.items():
+            self._place(book, step, layer_id, rows)
 
-    def _place(self, book: CallBook, step: Step, layer_id: int) -> None:
+    def _place(self, book: CallBook, step: Step, layer_id: int, rows: torch.Tensor) -> None:
         """Send a layer's rows of a step on their way."""
-        rows = step.rows.pop(layer_id)
         scheduled = step.scheduler_output.total_num_scheduled_tokens
         if len(rows) < scheduled:  # more rows are padding behind the batch
             raise self._too_few(book, step, layer_id, len(rows))
@@ -210,19 +212,22 @@ class Capture:
 
     def _check_values(self, book: CallBook) -> list[str]:
         faults: list[str] = []
-        lows, highs = self._copies.finish()
-        if not (~(lows.isfinite() & highs.isfinite()) | (lows == highs)).any():
+        low, high = self._copies.finish()
+        not_finite, single = ~(low.isfinite() & high.isfinite()), low == high
+        if not (not_finite | single).any():
             return faults  # as nearly always, and what follows takes a millisecond
-        for layer_id, low, high in zip(self.layer_ids, lows, highs, strict=True):
-            bad = (~(low.isfinite() & high.isfinite())).nonzero()[:, 0]
+        for layer_id, wrong, alike in zip(self.layer_ids, not_finite, single, strict=True):
+            bad = wrong.nonzero()[:, 0]
             if len(bad):
                 name, position = book.owner(int(bad[0]))
                 faults.append(
                     f"{name}, position {position}, layer {layer_id}: hidden state is not finite ({len(bad)} such rows)"
                 )
             for name, rows in book.rows_of_each():
-                if (low[rows] == high[rows]).all():
-                    faults.append(f"{name}, layer {layer_id}: each of its {len(low[rows])} rows holds one single value")
+                if alike[rows].all():
+                    faults.append(
+                        f"{name}, layer {layer_id}: each of its {len(alike[rows])} rows holds one single value"
+                    )
         if faults and self._call["nonfinite"] == "error":
             raise RuntimeError("vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows.")
         return [f"vllm_compat: {fault}" for fault in faults]

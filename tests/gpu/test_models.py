@@ -1,4 +1,4 @@
-"""Models that vLLM's CPU build cannot run: latent and linear attention, experts and formats that need kernels."""
+"""Models for which vLLM's CPU build of 0.16 lacks kernels: latent and linear attention, experts, formats."""
 
 from __future__ import annotations
 

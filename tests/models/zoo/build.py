@@ -217,7 +217,7 @@ def kimi_k25(folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    _mark(folder, VOCABULARY, ("<|media_pad|>",))
+    _mark(folder, ("<|media_pad|>",))
     (folder / "preprocessor_config.json").write_text(
         json.dumps(
             {
@@ -278,12 +278,12 @@ MARK_IDS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
-def _mark(folder: Path, first: int, marks: tuple[str, ...]) -> None:
-    """Give the tokenizer the marks that stand for images, from id `first` on."""
+def _mark(folder: Path, marks: tuple[str, ...]) -> None:
+    """Give the tokenizer the marks that stand for images, behind the vocabulary of text."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    fillers = [f"<|unused_{number}|>" for number in range(len(tokenizer), first)]
+    fillers = [f"<|unused_{number}|>" for number in range(len(tokenizer), VOCABULARY)]
     tokenizer.add_special_tokens({"additional_special_tokens": [*fillers, *marks]})
     tokenizer.save_pretrained(folder)
 
@@ -292,6 +292,6 @@ def _write_processor(folder: Path) -> None:
     """vLLM asks a multimodal model for its processor at start-up, although no image comes."""
     import transformers
 
-    _mark(folder, VOCABULARY, MARKS)
+    _mark(folder, MARKS)
     transformers.Qwen2VLImageProcessor().save_pretrained(folder)
     _edit(folder / "tokenizer_config.json", lambda config: config.update(tokenizer_class="Qwen2TokenizerFast"))
