@@ -1,4 +1,7 @@
-"""What the benchmarks share: the model they run, and how they end."""
+"""What the benchmarks share: the model they run, and how they end.
+
+python benchmarks/common.py DIR [--hidden 2048] [--layers 16] [--experts N] [--device cuda]    # only the model
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from typing import Any
 HEAD_DIM = 64
 
 
-def make_model(folder: Path, hidden: int, layers: int, max_len: int, experts: int = 0) -> Path:
+def make_model(folder: Path, hidden: int, layers: int, max_len: int, experts: int = 0, device: str = "cpu") -> Path:
     """A random bfloat16 model with its tokenizer.
 
     Without experts a Llama; at hidden size 2048 and 16 layers the shape of Llama-3.2-1B. With experts a DeepSeek-V3,
     whose classes Kimi-K2 has too: latent attention of the published widths, a dense layer, then layers of experts.
 
     One layer of each kind is drawn and copied to the others: what a kernel costs does not depend on it, and 7 GB of
-    noise take a minute.
+    noise take a minute on the CPU. device: which one draws; a process that starts vLLM later must not open a GPU.
     """
     import torch
     import transformers
@@ -29,7 +32,7 @@ def make_model(folder: Path, hidden: int, layers: int, max_len: int, experts: in
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     decoder = model.model
     drawn = decoder.layers[: 2 if experts else 1]
     with torch.no_grad():
@@ -38,7 +41,8 @@ def make_model(folder: Path, hidden: int, layers: int, max_len: int, experts: in
                 if weight.dim() == 1:
                     weight.fill_(1)
                 else:
-                    weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+                    noise = torch.empty_like(weight, device=device)
+                    weight.copy_(noise.normal_(std=weight.shape[-1] ** -0.5, generator=generator))
             for buffer in part.buffers():  # the correction of the experts' scores
                 buffer.zero_()
         for layer in decoder.layers[len(drawn) :]:
@@ -103,3 +107,19 @@ def show(result: dict[str, Any], file: Path | None, table: Iterable[str]) -> Non
     print("\n".join(table))
     if file is not None:
         file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make a random model, for extraction.py --model.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=0, help="of a model as DeepSeek-V3; default: a Llama without")
+    parser.add_argument("--max-len", type=int, default=4096, help="positions of the model")
+    parser.add_argument("--device", default="cpu", help="that draws the weights: cuda is faster by far")
+    options = parser.parse_args()
+    make_model(options.folder, options.hidden, options.layers, options.max_len, options.experts, options.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,12 +6,13 @@ Three ways through the same generator, model and prompts, the median of the roun
 
 - ``forward``: scheduling, ``execute_model`` and ``sample_tokens``, nothing captured: the most that can be reached;
 - ``extraction``: ``generate`` as a user calls it, rows through shared memory;
-- ``by value``: the hand patch, the same with the rows pickled through vLLM's message queue and with the one thread that
-  vLLM leaves to this process; after the other two, whose memory its garbage would disturb.
+- ``by value``: the same with the rows pickled through vLLM's message queue and with the one thread that vLLM leaves to
+  this process; after the other two, whose memory its garbage would disturb.
 
 Then where the time of ``extraction`` goes, in one more round that waits for the device after each forward pass, so its
-sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, Hugging
-Face with copies to the host, and vLLM's own ``extract_hidden_states`` where the release has it.
+sum is more than the undisturbed time. ``--others`` adds, in processes of their own and before the generator's, the
+consumer as its users patch it by hand (on vLLM 0.16), Hugging Face with copies to the host, and vLLM's own
+``extract_hidden_states`` where the release has it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--slow-prompts", type=int, metavar="N", help="prompts of by value, at least one call (default: all)"
     )
-    parser.add_argument("--others", action="store_true", help="also Hugging Face and vLLM's own extractor")
+    parser.add_argument(
+        "--others", action="store_true", help="also the hand patch, Hugging Face and vLLM's own extractor"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result there")
     return parser.parse_args()
 
@@ -228,7 +231,7 @@ def bus_rate(generator: Any) -> float | None:
 def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Tokens per second of each other way, or the last error. A process each: this one opens no device."""
     found: dict[str, float | str] = {}
-    for way in ("hugging_face", "vllm_extractor"):
+    for way in ("hand_patch", "hugging_face", "vllm_extractor"):
         with tempfile.NamedTemporaryFile("r") as file:
             script = str(Path(__file__).with_name("others.py"))
             command = [sys.executable, script, way, str(folder), json.dumps(settings(options)), file.name]

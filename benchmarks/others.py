@@ -1,6 +1,6 @@
 """Other ways to the same rows, for ``extraction.py --others``; writes tokens per second to a file.
 
-python benchmarks/others.py hugging_face|vllm_extractor MODEL SETTINGS_AS_JSON FILE
+python benchmarks/others.py hugging_face|vllm_extractor|hand_patch MODEL SETTINGS_AS_JSON FILE
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from typing import Any
 from extraction import random_prompts
 
 Batch = list[list[int]]
+# What `hand_patch` does without: the consumer's own capture and reply are left as they are.
+OURS = (
+    "accelerator-calls capture devices hand-over input-order kv-cache-layout kv-cache-planning "
+    "kv-cache-planning-moved model prefill-bookkeeping reply-by-request tokenizer workers"
+)
 
 
-def hugging_face(model: str, layer_ids: list[int], longest: int) -> Callable[[Batch], Any]:
+def hugging_face(model: str, layer_ids: list[int], longest: int, ranks: int) -> Callable[[Batch], Any]:
     """Prompts of one length need no padding; hooks keep what is asked for, and only that is copied to the host."""
     import torch
     import transformers
@@ -44,7 +49,7 @@ def hugging_face(model: str, layer_ids: list[int], longest: int) -> Callable[[Ba
     return run
 
 
-def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[Batch], Any]:
+def vllm_extractor(model: str, layer_ids: list[int], longest: int, ranks: int) -> Callable[[Batch], Any]:
     """vLLM's own (docs/features/speculative_decoding/extract_hidden_states.md), files in /dev/shm, read back.
 
     Its layer numbers count layers passed, ours name the last one passed.
@@ -56,6 +61,7 @@ def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[
     folder = tempfile.TemporaryDirectory(dir="/dev/shm")
     network = vllm.LLM(
         model,
+        tensor_parallel_size=ranks,
         max_model_len=longest + 1,
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -93,11 +99,38 @@ def vllm_extractor(model: str, layer_ids: list[int], longest: int) -> Callable[[
     return run
 
 
+def hand_patch(model: str, layer_ids: list[int], longest: int, ranks: int) -> Callable[[Batch], Any]:
+    """What users of vLLM 0.16 wrote into site-packages: the consumer's calls are mended so that they go through; it
+    captures with its own copy of Llama's forward, and its workers' reply is pickled."""
+    os.environ["VLLM_COMPAT_DISABLE"] = OURS.replace(" ", ",")
+    import vllm_compat
+
+    vllm_compat.activate()
+    from speculators.data_generation import vllm_hidden_states_generator as module
+
+    plan = module.get_kv_cache_config_from_groups
+    setup = module.VllmHiddenStatesGenerator._setup_capture
+
+    def name_as_before(worker: Any) -> None:
+        inner = worker.model_runner.get_model().model
+        inner.get_input_embeddings = inner.embed_input_ids
+
+    def setup_capture(generator: Any) -> None:
+        setup(generator)
+        generator.executor.collective_rpc(name_as_before)
+
+    module.get_kv_cache_config_from_groups = lambda kv_cache_specs, **kwargs: plan(**kwargs)
+    module.VllmHiddenStatesGenerator._setup_capture = setup_capture
+    generator = module.VllmHiddenStatesGenerator(
+        model, layer_ids=layer_ids, max_model_len=longest + 1, tensor_parallel_size=ranks
+    )
+    return lambda batch: generator.generate(batch)
+
+
 def main() -> None:
     way, model, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    run = {"hugging_face": hugging_face, "vllm_extractor": vllm_extractor}[way](
-        model, settings["layer_ids"], settings["tokens"]
-    )
+    ways = {"hugging_face": hugging_face, "vllm_extractor": vllm_extractor, "hand_patch": hand_patch}
+    run = ways[way](model, settings["layer_ids"], settings["tokens"], settings["tensor_parallel_size"])
     prompts = random_prompts(settings["prompts"], settings["tokens"])
     size = settings["batch_size"][0]
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]

@@ -29,6 +29,7 @@ evidence_key = pytest.StashKey[Evidence]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--evidence", metavar="DIR", help="write a record of what the live tests have compared")
+    parser.addoption("--tp", type=int, default=1, help="tensor parallel size (devices) of tests that name none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -157,14 +158,20 @@ def device_name() -> str:
     return str(current_platform.get_device_name()) if current_platform.is_cuda_alike() else "cpu"
 
 
+@pytest.fixture(scope="session")
+def tp(pytestconfig: pytest.Config) -> int:
+    return int(pytestconfig.getoption("--tp"))
+
+
 @pytest.fixture(scope="module")
-def extract(active: None, evidence: Evidence) -> Iterator[Callable[..., Extraction]]:
+def extract(active: None, evidence: Evidence, tp: int) -> Iterator[Callable[..., Extraction]]:
     """Build an ``Extraction``; its workers end with the module."""
     made: list[Extraction] = []
 
     def build(model: Path, layer_ids: list[int], **settings: Any) -> Extraction:
         # Several generators live at once on one device; v0.3.0's default is 80 % of it for each.
-        made.append(Extraction(evidence, model, layer_ids, **{"gpu_memory_utilization": 0.1, **settings}))
+        default = {"gpu_memory_utilization": 0.1, "tensor_parallel_size": tp}
+        made.append(Extraction(evidence, model, layer_ids, **(default | settings)))
         return made[-1]
 
     yield build

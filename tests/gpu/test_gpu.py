@@ -1,6 +1,6 @@
 """What only a GPU shows: real attention kernels, page-locked hand-over, device memory, and a parent without CUDA.
 
-Run it with ``pytest tests/gpu --tp N``; run ``pytest tests/live`` there too, its cases do not ask for the device.
+Run it with ``pytest tests/gpu tests/live/test_rows.py --tp N``: N-way tensor parallelism on N CUDA devices.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def large(tmp_path_factory: pytest.TempPathFactory, active: None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def extraction(large: Path, extract: Callable[..., Any], tp: int) -> Any:
-    return extract(large, LAYER_IDS, max_model_len=2049, tensor_parallel_size=tp)
+def extraction(large: Path, extract: Callable[..., Any]) -> Any:
+    return extract(large, LAYER_IDS, max_model_len=2049)
 
 
 def test_rows_are_right_over_several_steps_and_calls(extraction: Any, prompts_of: Prompts) -> None:

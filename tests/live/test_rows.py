@@ -183,7 +183,8 @@ def test_a_thousand_calls_leave_nothing_behind(extraction: Any, prompts_of: Prom
     growth = [new.pop("resident") - old.pop("resident") for new, old in zip(after, before, strict=True)]
     assert max(growth) < 12 << 20, growth
     assert after == before
-    assert [state["mapped rows"] for state in after] == [1] * len(after)
+    this_process, first_rank, *other_ranks = (state["mapped rows"] for state in after)
+    assert (this_process, first_rank, any(other_ranks)) == (1, 1, False)
     assert not any(extraction.requests_in_workers())
     assert all(
         torch.equal(a, b)
