@@ -239,7 +239,7 @@ def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
             if done.returncode == 0:
                 found[way] = float(file.read())
             else:
-                errors = re.findall(r"^(?:\w+\.)*\w+Error: .*", done.stderr, re.MULTILINE)
+                errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*", done.stderr, re.MULTILINE)
                 found[way] = f"did not run: {re.sub(PATH, '', errors[-1]) if errors else done.returncode}"
     return found
 

@@ -103,6 +103,7 @@ def hand_patch(model: str, layer_ids: list[int], longest: int, ranks: int) -> Ca
     """What users of vLLM 0.16 wrote into site-packages: the consumer's calls are mended so that they go through; it
     captures with its own copy of Llama's forward, and its workers' reply is pickled."""
     os.environ["VLLM_COMPAT_DISABLE"] = OURS.replace(" ", ",")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the consumer asks CUDA for its memory in this process
     import vllm_compat
 
     vllm_compat.activate()

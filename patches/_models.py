@@ -22,6 +22,8 @@ SHOWN = frozenset(
         "KimiK25ForConditionalGeneration",
         "Llama4ForCausalLM",
         "LlamaForCausalLM",
+        "MiniMaxForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
