@@ -141,22 +141,27 @@ def test_noise(tmp_path: Path) -> None:
     assert (taken[3][1] - want[-1]).norm() > 0.001 * want[-1].norm()
 
 
+def _spread(**values: Any) -> Spread:
+    nowhere = torch.full((5,), torch.inf)
+    return Spread(**{"middle": 0.1, "own": nowhere, "row_gap": nowhere, "layer_gap": nowhere, **values})
+
+
 LEVEL = torch.tensor([False, True, False, True, False])
 FAR = torch.tensor([0.5, 0.1, 0.2, 0.3, 0.02])
 
 
 def test_what_a_row_is_allowed() -> None:
     """Before the first level row the usual; level rows as far as the furthest of them; others as far as each."""
-    allowed = Spread(level=LEVEL, far=FAR, middle=0.1).allowed(0.05)
+    allowed = _spread(level=LEVEL, far=FAR).allowed(0.05)
     torch.testing.assert_close(allowed, torch.tensor([0.05, SLACK * 0.3, SLACK * 0.2, SLACK * 0.3, 0.05]))
-    torch.testing.assert_close(Spread(level=LEVEL & False, far=FAR, middle=0.1).allowed(0.05), torch.full((5,), 0.05))
+    torch.testing.assert_close(_spread(level=LEVEL & False, far=FAR).allowed(0.05), torch.full((5,), 0.05))
 
 
 @pytest.mark.parametrize(("factor", "outside"), [(1.1, 0), (1.3, 5)])
 def test_a_layer_as_a_whole_has_no_excuse(factor: float, outside: int) -> None:
     """Rows of which each alone could be so far off, if the others were not."""
     want = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    spread = Spread(level=LEVEL | True, far=FAR + 0.5, middle=0.1)
+    spread = _spread(level=LEVEL | True, far=FAR + 0.5)
     report = compare(
         [[(factor * want).bfloat16()]], [[want]], layer_ids=[7], prompts=[[1, 2, 3, 4, 5]], spreads={7: spread}
     )
@@ -167,6 +172,6 @@ def test_a_layer_as_a_whole_has_no_excuse(factor: float, outside: int) -> None:
 
 def test_what_noise_does_is_known_of_one_prompt() -> None:
     want = [[torch.randn(5, 8)], [torch.randn(5, 8)]]
-    spread = Spread(level=LEVEL, far=FAR, middle=0.1)
+    spread = _spread(level=LEVEL, far=FAR)
     with pytest.raises(ValueError, match="one prompt at a time"):
         compare(want, want, layer_ids=[0], spreads={0: spread})

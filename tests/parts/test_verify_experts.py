@@ -18,8 +18,8 @@ from zoo.build import build
 from zoo.families import FAMILIES, VOCABULARY
 
 from vllm_compat.extraction import repeats
-from vllm_compat.extraction.reference import Reference
-from vllm_compat.extraction.repeats import FIRST, Repeats
+from vllm_compat.extraction.reference import EMBEDDINGS, Reference
+from vllm_compat.extraction.repeats import FIRST, Judged, Repeats
 from vllm_compat.extraction.rowwise import tolerance
 from vllm_compat.extraction.tiny import make_model
 from vllm_compat.extraction.verification import Options, verify
@@ -228,8 +228,14 @@ def test_repetitions_end_where_the_whole_layer_is_off(
 def test_repetitions_add_up(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them only allow more; a short batch is as good as a long one."""
     prompt = PROMPTS[0]
-    want = dict(zip(LAYER_IDS, model.reference.states(prompt, LAYER_IDS), strict=True))
-    some = Repeats(model.reference, prompt, want, tolerance(torch.bfloat16, 0))
+    rows = torch.arange(len(prompt))
+    judged = {
+        layer_id: Judged(got=got, want=want, nearest=rows.roll(1), layer_like=torch.full_like(rows, EMBEDDINGS))
+        for layer_id, got, want in zip(
+            LAYER_IDS, model.states[0], model.reference.states(prompt, LAYER_IDS), strict=True
+        )
+    }
+    some = Repeats(model.reference, prompt, judged, tolerance(torch.bfloat16, 0))
     before = {layer_id: spread.allowed(0.01) for layer_id, spread in some.more().items()}
     assert some.count == FIRST
     after = some.more()
@@ -244,6 +250,6 @@ def test_repetitions_add_up(model: Model, monkeypatch: pytest.MonkeyPatch) -> No
         Reference, "shaken", lambda *args, **kwargs: passes.append(kwargs["passes"]) or shaken(*args, **kwargs)
     )
     monkeypatch.setattr(repeats, "_TOKENS", 3 * len(prompt) + 1)
-    spreads = Repeats(model.reference, prompt, want, tolerance(torch.bfloat16, 0)).more()
+    spreads = Repeats(model.reference, prompt, judged, tolerance(torch.bfloat16, 0)).more()
     assert passes == [3, 3, 2]
     assert spreads[3].middle == pytest.approx(after[3].middle, rel=0.5)

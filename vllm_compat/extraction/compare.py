@@ -19,7 +19,7 @@ not misplaced, and more than 1 % of them is a problem unless the caller allows i
 one row, but not where nearly all rows are nearer to the same other layer: that is another layer, however near.
 
 In a mixture of experts a router is a jump, and rows that it may as well send elsewhere are allowed what noise does to
-the reference itself: see `repeats`. That is a matter of value alone; the tests of row and layer stay what they are.
+the reference itself: see `repeats`, also for how the tests of row and layer are made of them.
 
 Tolerance: a value in bfloat16 has 8 bits of mantissa, so a rounding is worth up to 2^-8 of it, and each
 layer rounds about a dozen times on the way, in another order in each implementation. Roundings of

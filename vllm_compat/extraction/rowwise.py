@@ -100,15 +100,23 @@ def find(
     least = torch.minimum(own, torch.minimum(row_gap, layer_gap)) / length
     seen = 3 * float(least.median()) if len(rows) else usual
     noise = length * min(usual, max(seen, torch.finfo(got.dtype).eps))
-    row_margin, layer_margin = _margins(own, row_gap), _margins(own, layer_gap)
-    row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
-    row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
-    layer_undecided = layer_lost & (layer_apart <= noise)
     # Noise takes a row to either side. Where nearly all are on the side of one other layer, it excuses none of them.
+    together = torch.zeros(len(rows), dtype=torch.bool)
     for other_id in others:
         there = (layer_like == other_id) & (layer_gap < own)
         if len(rows) >= MANY and float(there.float().mean()) >= _NEARLY_ALL:
-            layer_undecided &= ~there
+            together |= there
+    row_margin, layer_margin = _margins(own, row_gap), _margins(own, layer_gap)
+    if spread is not None:
+        reached = spread.behind[place]
+        here = torch.minimum(own, length * spread.own[place])
+        beside = torch.minimum(row_gap, length * spread.row_gap[place])
+        row_margin = torch.where(reached & row_gap.isfinite(), _margins(here, beside), row_margin)
+        beside = torch.minimum(layer_gap, length * spread.layer_gap[place])
+        layer_margin = torch.where(reached & layer_gap.isfinite() & ~together, _margins(here, beside), layer_margin)
+    row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
+    row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
+    layer_undecided = layer_lost & (layer_apart <= noise) & ~together
 
     return Found(
         layer_id=layer_id,
