@@ -121,6 +121,9 @@ def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> demo.Verdic
         misplaced=0,
         wrong_layer=0,
         undecided=0,
+        level=0,
+        excused=0,
+        allowed=0.06,
     )
     return demo.Verdict(
         versions={"vllm": "0.16.0"},

@@ -18,6 +18,9 @@ this layer (where its rows fit best, right or wrong) cannot be told from each ot
 not misplaced, and more than 1 % of them is a problem unless the caller allows it. The same goes for two layers of
 one row, but not where nearly all rows are nearer to the same other layer: that is another layer, however near.
 
+In a mixture of experts a router is a jump, and rows that it may as well send elsewhere are allowed what noise does to
+the reference itself: see `repeats`, also for how the tests of row and layer are made of them.
+
 Tolerance: a value in bfloat16 has 8 bits of mantissa, so a rounding is worth up to 2^-8 of it, and each
 layer rounds about a dozen times on the way, in another order in each implementation. Roundings of
 independent sign add up as the square root of their number: layer k may differ by 8 * 2^-8 * sqrt(k + 1) of
@@ -31,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_compat.extraction.repeats import Spread
 from vllm_compat.extraction.rowwise import Found, extreme, find, prefix_keys
 from vllm_compat.extraction.rowwise import tolerance as tolerance
 
@@ -60,6 +64,9 @@ class LayerReport:
     misplaced: int  # nearer to another row's reference
     wrong_layer: int  # nearer to another layer's reference
     undecided: int  # nearer to one that cannot be told from its own
+    level: int  # routers may as well send them elsewhere, as far as that was asked (see `repeats`)
+    excused: int  # beyond the tolerance, but no further than noise takes the reference
+    allowed: float  # of the row with most; without routers the tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,7 @@ class Report:
         for layer in self.layers:
             lines.append(
                 f"{layer.layer_id:>5}  {layer.rows:>6}  {layer.max_abs_error:>13.4g}"
-                f"  {layer.max_relative_error:>8.4f} ({layer.tolerance:.4f})"
+                f"  {layer.max_relative_error:>8.4f} ({layer.allowed:.4f})"
                 f"  {layer.min_cosine:>15.6f}  {_margin(layer.row_margin):>10}"
                 f"  {_margin(layer.layer_margin):>8}"
             )
@@ -119,6 +126,7 @@ def compare(
     rivals: Mapping[int, Sequence[torch.Tensor]] | None = None,
     undecided_share: float = UNDECIDED_SHARE,
     cut: float = 1.0,
+    spreads: Mapping[int, Spread] | None = None,
 ) -> Report:
     """Compare extracted states with the reference.
 
@@ -126,7 +134,8 @@ def compare(
     dtype of `got` sets the tolerance. `prompts` are the token ids: with them rows of a common prefix do not
     compete. `rivals` are reference states of layers that were not captured, by layer id one tensor per prompt:
     they compete in the layer test. More than `undecided_share` of rows that cannot be told from others are a
-    problem. `cut` widens the tolerance, for kernels that drop bits (`kernels.cut`). What is wrong with `got` is
+    problem. `cut` widens the tolerance, for kernels that drop bits (`kernels.cut`). `spreads` is what noise does
+    to the reference, by layer id, for one prompt alone. What is wrong with `got` is
     found and reported, never raised; ValueError means that the caller's `want`, `layer_ids` and `prompts` do not
     fit each other.
     """
@@ -137,6 +146,8 @@ def compare(
     lengths = [len(states[0]) for states in want]
     if prompts is not None and [len(prompt) for prompt in prompts] != lengths:
         raise ValueError("the reference must have as many rows as the prompts have tokens")
+    if spreads is not None and len(want) > 1:
+        raise ValueError("what noise does is known of one prompt at a time")
 
     problems = []
     if len(got) != len(want):
@@ -155,7 +166,8 @@ def compare(
             continue
         index = torch.cat([torch.arange(lengths[p]) + sum(lengths[:p]) for p in tensors])
         others = {other: states for other, states in levels.items() if other != layer_id}
-        found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys, cut)
+        spread = (spreads or {}).get(layer_id)
+        found = find(torch.cat(list(tensors.values())), index, layer_id, wanted[i], others, keys, cut, spread)
         layer, said = _report(found, index, places, undecided_share)
         layers.append(layer)
         everything.append(found)
@@ -191,11 +203,11 @@ def _report(
     undecided_share: float,
 ) -> tuple[LayerReport, list[str]]:
     """`found` in numbers, and its problems in words. `index` are the rows that were compared, finite or not."""
-    layer_id, allowed, total = found.layer_id, found.allowed, len(index)
+    layer_id, total = found.layer_id, len(index)
     report = LayerReport(
         layer_id=layer_id,
         rows=total,
-        tolerance=allowed,
+        tolerance=found.tolerance,
         max_abs_error=found.max_abs_error,
         max_relative_error=extreme(found.error, "max"),
         min_cosine=extreme(found.cosine, "min"),
@@ -206,6 +218,9 @@ def _report(
         misplaced=int(found.misplaced.sum()),
         wrong_layer=int(found.wrong_layer.sum()),
         undecided=int(found.undecided.sum()),
+        level=int(found.level.sum()),
+        excused=int(((found.error > found.tolerance) & ~found.outside).sum()),
+        allowed=extreme(found.allowed, "max") if bool(found.level.any()) else found.tolerance,
     )
 
     def name(number: int) -> str:
@@ -231,7 +246,7 @@ def _report(
     if report.outside:
         worst = found.error.masked_fill(~found.outside, 0).topk(min(_EXAMPLES, report.outside)).indices
         said = [f"{name(int(place[n]))} by {float(found.error[n]):.3g}" for n in worst]
-        problems.append(problem(found.outside, f"differ by more than {allowed:.3g} of their length", said))
+        problems.append(problem(found.outside, f"differ by more than {found.tolerance:.3g} of their length", said))
     if report.undecided > undecided_share * total:
         bad = place[found.undecided][:_EXAMPLES].tolist()
         problems.append(problem(found.undecided, "cannot be told from another", [name(n) for n in bad]))

@@ -116,10 +116,12 @@ def _label(
         fits["normed"] = _off(rows, after_norm.float())
     names = list(fits)
     best, which = torch.stack(list(fits.values())).min(dim=0)
-    explained = (best <= found.allowed) & (best < found.error[chosen])
+    # Rows of a mixture of experts may be further off, also where they do not belong.
+    own_room = found.near[place]
+    explained = (best <= torch.where(which == 0, found.near[nearest], own_room)) & (best < found.error[chosen])
     factor = _factor(rows, own)
     bent = _off(rows, factor.unsqueeze(1) * own)
-    scaled = (bent <= found.allowed) & ((factor - 1).abs() > 2 * bent) & (factor > 0)
+    scaled = (bent <= own_room) & ((factor - 1).abs() > 2 * bent) & (factor > 0)
     labels: list[Any] = []
     for n in range(len(chosen)):
         if not bool(rows[n].any()):
@@ -157,11 +159,13 @@ def _name(
             example += f" by {float(_factor(states[place].float(), want[place]).median()):.2g}"
         elif label == "inexact":
             kind, what = _inexact(states[place])
-            example = f"off by {float(found.error[picked].max()):.2g} of its length, {found.allowed:.2g} is allowed"
+            worst = picked[int(found.error[picked].argmax())]
+            off, allowed = float(found.error[worst]), float(found.allowed[worst])
+            example = f"off by {off:.2g} of its length, {allowed:.2g} is allowed"
         elif label == "unexplained":
             kind, what = "unexplained", "rows are like nothing in their own prompt"
-            left = states[place].float()
-            unexplained.append(Unexplained(file, found.layer_id, tuple(place.tolist()), left, found.allowed))
+            left, room = states[place].float(), float(found.near[place].max())
+            unexplained.append(Unexplained(file, found.layer_id, tuple(place.tolist()), left, room))
         else:
             kind, what, like = "wrong-layer", f"looks like {_layer(label)}", label
         faults.append(Fault(kind, what, file, (found.layer_id,), rows, example, like))

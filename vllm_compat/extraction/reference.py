@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_compat.extraction.routers import Router, find_routers, listening, shaking
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,19 +62,46 @@ class Reference:
         entry of `output_hidden_states` is already normed. Raises ValueError for a layer that the model has not,
         and for an empty prompt.
         """
-        import torch
-
         for layer_id in layer_ids:
             if not EMBEDDINGS <= layer_id < self.layers:
                 raise ValueError(f"layer {layer_id} is not one of the model's layers 0 to {self.layers - 1}")
         if not len(prompt):
             raise ValueError("the prompt is empty")
+        taken = self._pass(prompt, layer_ids, rows=rows)
+        return [taken[layer_id][0] for layer_id in layer_ids]
+
+    @cached_property
+    def routers(self) -> tuple[Router, ...]:
+        """Those that pick experts; none in a dense model."""
+        return find_routers(self._layers, self._model.config.get_text_config())
+
+    def picks(self, prompt: Sequence[int]) -> dict[Router, torch.Tensor]:
+        """The numbers of the experts that each router picks: [tokens, experts for each token], ascending."""
+        with listening(self.routers) as picks:
+            self._pass(prompt, ())
+        return picks
+
+    def shaken(
+        self, prompt: Sequence[int], layer_ids: Sequence[int], *, size: float, seed: int, passes: int
+    ) -> tuple[dict[int, torch.Tensor], dict[Router, torch.Tensor]]:
+        """What comes of `prompt` with noise on the input of each decoder layer, `size` of a row's length long, in so
+        many passes at once: by layer id the states, [passes, tokens, hidden] on the CPU, and what each router picks,
+        [passes * tokens, experts for each token]. The same seed gives the same noise."""
+        with shaking(self._layers, size, seed=seed), listening(self.routers) as picks:
+            return self._pass(prompt, layer_ids, times=passes), picks
+
+    def _pass(
+        self, prompt: Sequence[int], layer_ids: Sequence[int], *, rows: Sequence[int] | None = None, times: int = 1
+    ) -> dict[int, torch.Tensor]:
+        """One forward pass of a batch of `times` the same prompt: [times, tokens, hidden] by layer id."""
+        import torch
+
         taken: dict[int, torch.Tensor] = {}
 
         def take(layer_id: int, output: Any) -> None:
             # A decoder layer returns the tensor, or in older releases a tuple that starts with it.
-            states = (output[0] if isinstance(output, tuple) else output).detach().reshape(len(prompt), -1)
-            taken[layer_id] = (states if rows is None else states[list(rows)]).cpu()
+            states = (output[0] if isinstance(output, tuple) else output).detach().reshape(times, len(prompt), -1)
+            taken[layer_id] = (states if rows is None else states[:, list(rows)]).cpu()
 
         handles = []
         for layer_id in set(layer_ids):
@@ -91,12 +120,12 @@ class Reference:
                 )
         try:
             with torch.inference_mode():
-                ids = torch.as_tensor(prompt, dtype=torch.long, device=self._device).unsqueeze(0)
+                ids = torch.as_tensor(prompt, dtype=torch.long, device=self._device).expand(times, -1)
                 self._model(input_ids=ids, use_cache=False, **self._without_logits)
         finally:
             for handle in handles:
                 handle.remove()
-        return [taken[layer_id] for layer_id in layer_ids]
+        return taken
 
     def normed(self, states: torch.Tensor) -> torch.Tensor | None:
         """`states` [rows, hidden] after the model's final norm, on the CPU; None if that norm is not found."""

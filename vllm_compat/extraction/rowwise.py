@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_compat.extraction.repeats import Spread
+
 if TYPE_CHECKING:
     import torch
 
 _CHUNK = 1024  # rows compared with all others at once
-_MANY = 32  # so many rows are no accident,
+MANY = 32  # so many rows are no accident,
 _NEARLY_ALL = 0.9  # if this share of them is nearer to one and the same other layer
 
 # Relative error of one layer. In 16 bits only results are rounded, sums run in float32; in float32 the sums
@@ -37,12 +39,16 @@ class Found:
     layer_like: torch.Tensor  # layer id of the nearest other layer
     error: torch.Tensor  # relative
     max_abs_error: float  # of one element
-    allowed: float  # the tolerance
+    tolerance: float  # the usual one of the layer
+    near: torch.Tensor  # [all reference rows]: how far off a row may be, see `repeats`; without routers the tolerance
+    allowed: torch.Tensor  # the same for these rows, but the tolerance where noise is no excuse for the layer
+    excusable: bool  # it is one
+    level: torch.Tensor  # [all reference rows]: routers may as well send them elsewhere
     row_gap: torch.Tensor  # distance to `nearest`; infinite where no other row competes
     row_margin: torch.Tensor  # NaN where no other row competes, and where it is undecided
     layer_margin: torch.Tensor  # likewise
     cosine: torch.Tensor
-    outside: torch.Tensor  # beyond the tolerance
+    outside: torch.Tensor  # beyond what is allowed
     misplaced: torch.Tensor
     wrong_layer: torch.Tensor
     undecided: torch.Tensor
@@ -60,18 +66,24 @@ def find(
     others: Mapping[int, torch.Tensor],
     keys: torch.Tensor,
     cut: float,
+    spread: Spread | None = None,
 ) -> Found:
     """Compare the rows `got` [n, hidden] of one layer with the rows `index` [n] of its reference `wanted` and of
-    `others`, by layer id."""
+    `others`, by layer id. `spread` is what noise does to the reference, if that was asked for."""
     import torch
 
-    allowed = tolerance(got.dtype, layer_id, cut)
+    usual = tolerance(got.dtype, layer_id, cut)
     finite = torch.isfinite(got).all(dim=1)
     rows, place = got[finite].float(), index[finite]
     want = wanted[place]
     length = want.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     own = (rows - want).norm(dim=1)
     error = own / length
+    near, level = torch.full([len(wanted)], usual), torch.zeros(len(wanted), dtype=torch.bool)
+    excusable = True
+    if spread is not None:
+        near, level, excusable = spread.allowed(usual), spread.level, spread.excuses(error, usual)
+    allowed = near[place] if excusable else torch.full_like(error, usual)
     row_gap, nearest = _nearest_row(rows, wanted, place, keys)
     layer_gap, layer_like = torch.full_like(own, torch.inf), torch.full_like(place, layer_id)
     layer_apart = torch.full_like(own, torch.inf)
@@ -86,17 +98,25 @@ def find(
     # Noise is what this run shows where rows fit best: a run of nothing but swaps must not excuse itself. It is
     # never more than is allowed, and never less than one rounding.
     least = torch.minimum(own, torch.minimum(row_gap, layer_gap)) / length
-    seen = 3 * float(least.median()) if len(rows) else allowed
-    noise = length * min(allowed, max(seen, torch.finfo(got.dtype).eps))
-    row_margin, layer_margin = _margins(own, row_gap), _margins(own, layer_gap)
-    row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
-    row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
-    layer_undecided = layer_lost & (layer_apart <= noise)
+    seen = 3 * float(least.median()) if len(rows) else usual
+    noise = length * min(usual, max(seen, torch.finfo(got.dtype).eps))
     # Noise takes a row to either side. Where nearly all are on the side of one other layer, it excuses none of them.
+    together = torch.zeros(len(rows), dtype=torch.bool)
     for other_id in others:
         there = (layer_like == other_id) & (layer_gap < own)
-        if len(rows) >= _MANY and float(there.float().mean()) >= _NEARLY_ALL:
-            layer_undecided &= ~there
+        if len(rows) >= MANY and float(there.float().mean()) >= _NEARLY_ALL:
+            together |= there
+    row_margin, layer_margin = _margins(own, row_gap), _margins(own, layer_gap)
+    if spread is not None:
+        reached = spread.behind[place]
+        here = torch.minimum(own, length * spread.own[place])
+        beside = torch.minimum(row_gap, length * spread.row_gap[place])
+        row_margin = torch.where(reached & row_gap.isfinite(), _margins(here, beside), row_margin)
+        beside = torch.minimum(layer_gap, length * spread.layer_gap[place])
+        layer_margin = torch.where(reached & layer_gap.isfinite() & ~together, _margins(here, beside), layer_margin)
+    row_lost, layer_lost = row_margin <= 0, layer_margin <= 0
+    row_undecided = row_lost & ((wanted[nearest] - want).norm(dim=1) <= noise)
+    layer_undecided = layer_lost & (layer_apart <= noise) & ~together
 
     return Found(
         layer_id=layer_id,
@@ -110,7 +130,11 @@ def find(
         row_margin=row_margin.masked_fill(row_undecided, torch.nan),
         layer_margin=layer_margin.masked_fill(layer_undecided, torch.nan),
         cosine=torch.nn.functional.cosine_similarity(rows, want, dim=1),
+        tolerance=usual,
+        near=near,
         allowed=allowed,
+        excusable=excusable,
+        level=level,
         outside=error > allowed,
         misplaced=row_lost & ~row_undecided,
         wrong_layer=layer_lost & ~layer_undecided,

@@ -75,11 +75,11 @@ def _sum(one: LayerReport, other: LayerReport) -> LayerReport:
         values = (getattr(each, name) for each in (one, other))
         return which((each for each in values if each is not None and each == each), default=getattr(one, name))
 
-    counts = ("rows", "not_finite", "outside", "misplaced", "wrong_layer", "undecided")
+    counts = ("rows", "not_finite", "outside", "misplaced", "wrong_layer", "undecided", "level", "excused")
     return replace(
         one,
         **{name: getattr(one, name) + getattr(other, name) for name in counts},
-        **{name: extreme(name, max) for name in ("max_abs_error", "max_relative_error")},
+        **{name: extreme(name, max) for name in ("max_abs_error", "max_relative_error", "allowed")},
         **{name: extreme(name, min) for name in ("min_cosine", "row_margin", "layer_margin")},
     )
 
