@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_compat.errors import CompatError
-from vllm_compat.patches import _models
+from vllm_compat.patches import _models, _positions
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
+
+log = logging.getLogger("vllm_compat")
 
 
 def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def make(**kwargs: Any) -> Any:
         config = original(**kwargs)
+        model = config.model_config
         if reason := next(reasons(config), None):
-            model = config.model_config
             raise CompatError(
                 f"vllm_compat: model class {model.architecture} ({model.model}) is not supported: {reason}. Nothing "
                 "has been loaded."
             )
+        for difference in _positions.differences(vars(model.hf_text_config), max_model_len=model.max_model_len):
+            log.warning("vllm_compat: %s: %s. %s.", model.architecture, difference, _positions.WHAT_THEN)
         return config
 
     return make
@@ -72,7 +77,10 @@ PATCH = Patch(
         "residual stream that the ranks share out"
     ),
     cause="speculators 0.3.0 looks at the model only when it is loaded, and then for vLLM's EAGLE-3 marker",
-    does="Refuses by name, before anything is loaded, what the model's configuration shows not to be supported.",
+    does=(
+        "Refuses by name, before anything is loaded, what the model's configuration shows not to be supported; warns "
+        "where this vLLM turns positions otherwise than Hugging Face."
+    ),
     retires=RETIRES,
     evidence="model",
 )

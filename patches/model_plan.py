@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_compat.patches import _models
+from vllm_compat.patches import _models, _positions
 from vllm_compat.registry import Answer, Finding, Question, Surroundings
 from vllm_compat.source import Sources
 
@@ -43,8 +43,9 @@ def about_model(here: Surroundings) -> Answer:
     except ValueError as error:
         return Answer(facts={"verdict": "unknown"}, findings=(Finding(status="problem", text=str(error)),))
     text = text_config(config)
-    architecture = next(iter(config.get("architectures") or ()), None)
     kinds = vllm_models(here.path)
+    named = list(config.get("architectures") or ())
+    architecture = next((each for each in named if each in kinds), next(iter(named), None))  # vLLM takes what it knows
     dtype = _dtype(config, text)
     layers = _first(text, LAYERS)
     cpu = _cpu_build(here)
@@ -52,6 +53,10 @@ def about_model(here: Surroundings) -> Answer:
         *_verdict(architecture, kinds, config, text, dtype, cpu),
         *_consumer(config, text, layers),
         *_notes(config, text, cpu),
+        *(
+            Finding(status="warning", text=f"{difference}. {_positions.WHAT_THEN}")
+            for difference in _positions.differences(text, path=here.path)
+        ),
     ]
     return Answer(
         facts={
@@ -64,9 +69,7 @@ def about_model(here: Surroundings) -> Answer:
             "default_layer_ids": None if layers is None else [2, layers // 2, layers - 3, layers - 1],
             "hidden_size": _first(text, WIDTH),
             "dtype": dtype,
-            "quantization": (config.get("quantization_config") or text.get("quantization_config") or {}).get(
-                "quant_method"
-            ),
+            "quantization": _quantization(config) or _quantization(text),
             "remote_code": sorted(config.get("auto_map") or ()) or None,
         },
         findings=tuple(found),
@@ -147,7 +150,8 @@ def _verdict(
     cpu: bool,
 ) -> Iterator[Finding]:
     if architecture is None:
-        yield Finding(status="problem", text="config.json names no architecture, so vLLM cannot know the model's class")
+        said = "config.json names no architecture; vLLM takes what transformers has for its model_type, if it can"
+        yield Finding(status="warning", text=said)
         return
     scaled = text.get("routed_scaling_factor") not in (None, 1)
     if architecture in _models.REFUSED:
@@ -162,13 +166,19 @@ def _verdict(
         yield Finding(status="warning", text="vLLM's list of models was not found, so its class is not judged")
     elif architecture not in kinds or kinds[architecture][0] in BACKEND:
         yield _refused(architecture, _models.TRANSFORMERS_BACKEND)
-    elif kinds[architecture][0] in OTHERS:
+    elif kinds[architecture][0] in OTHERS and not _generates(architecture, kinds):
         yield _refused(architecture, "vLLM has it as a pooling or draft model; expected one that generates text")
     elif architecture in _models.SHOWN:
         yield Finding(status="ok", text=f"{architecture}: rows equal to Hugging Face's in live runs (docs/models.md)")
     else:
-        text = "no live run shows it: it is tried, and refused right after loading if its layers are not understood"
-        yield Finding(status="note", text=f"{architecture}: {text}")
+        said = "no live run shows it: it is tried, and refused right after loading if its layers are not understood"
+        yield Finding(status="note", text=f"{architecture}: {said}")
+
+
+def _generates(architecture: str, kinds: dict[str, tuple[str, tuple[str, str]]]) -> bool:
+    """Whether vLLM runs a bare model (LlamaModel) with a class that generates text (LlamaForCausalLM)."""
+    generating = {where for name, where in kinds.values() if name in GENERATING}
+    return architecture.endswith("Model") and kinds[architecture][1] in generating
 
 
 def _cpu_build(here: Surroundings) -> bool:
@@ -214,6 +224,11 @@ def _word(findings: list[Finding]) -> str:
     if first.status == "problem":
         return "refused"
     return {"ok": "shown", "note": "tried"}.get(first.status, "unknown")
+
+
+def _quantization(config: dict[str, Any]) -> str | None:
+    value = config.get("quantization_config")
+    return value.get("quant_method") if isinstance(value, dict) else None
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str | None:

@@ -23,7 +23,7 @@ _TEXT_GENERATION_MODELS = {
     "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "CohereForCausalLM": ("commandr", "CohereForCausalLM"),
 }
-_EMBEDDING_MODELS = {"BertModel": ("bert", "BertEmbeddingModel")}
+_EMBEDDING_MODELS = {"BertModel": ("bert", "BertEmbeddingModel"), "LlamaModel": ("llama", "LlamaForCausalLM")}
 _MULTIMODAL_MODELS = {"SeeForConditionalGeneration": ("see", "See")}
 _TRANSFORMERS_SUPPORTED_MODELS = {"SmolLM3ForCausalLM": ("transformers", "TransformersForCausalLM")}
 _VLLM_MODELS = {**_TEXT_GENERATION_MODELS}
@@ -80,7 +80,6 @@ def test_a_model_that_nobody_has_run_is_tried(ask) -> None:
             {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "float16", "routed_scaling_factor": 2.5},
             "use bfloat16",
         ),
-        ({"architectures": []}, "names no architecture"),
     ],
 )
 def test_refused(ask, changes: dict[str, Any], why: str | None) -> None:
@@ -89,6 +88,25 @@ def test_refused(ask, changes: dict[str, Any], why: str | None) -> None:
     if why is not None:
         assert answer.findings[0].status == "problem"
         assert why in answer.findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"architectures": []}, "unknown"),  # vLLM may know by the model_type
+        ({"architectures": ["NobodysForCausalLM", "LlamaForCausalLM"]}, "shown"),  # vLLM takes the one that it has
+        ({"architectures": ["LlamaModel"]}, "tried"),  # a bare model that a generating class runs
+        ({"quantization_config": "fp8"}, "shown"),  # speculators or vLLM will say what they make of it
+    ],
+)
+def test_unusual_configurations(ask, changes: dict[str, Any], verdict: str) -> None:
+    assert ask(LLAMA | changes).facts["verdict"] == verdict
+
+
+def test_positions_that_hugging_face_turns_otherwise(ask) -> None:
+    answer = ask(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert answer.facts["verdict"] == "shown"
+    assert (answer.findings[-1].status, "rope type dynamic" in answer.findings[-1].text) == ("warning", True)
 
 
 def test_a_scale_of_one_changes_nothing(ask) -> None:
