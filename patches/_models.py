@@ -13,6 +13,7 @@ SHOWN = frozenset(
     {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Glm4ForCausalLM",
@@ -46,6 +47,12 @@ LATENT_ON_CPU = (
     "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly where there is no "
     "YaRN, so nearly every row would be wrong; use a GPU"
 )
+DOTS1 = "vLLM scales its shared experts by routed_scaling_factor, too (dots1.py), which the model itself does not"
+BIAS_ON_CPU = (
+    "vLLM's CPU build picks its experts without e_score_correction_bias (cpu_fused_moe.py, cpu_router.py); use a GPU"
+)
+# Those whose bias stands beside a plain softmax over all experts; in groups of experts the CPU build does read it.
+BIAS_OF_EXPERTS = frozenset({"Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"})
 FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
 
 # vllm/model_executor/models/deepseek_v2.py and openpangu.py (0.16.0): the stream is divided by routed_scaling_factor.
@@ -66,14 +73,35 @@ SCALED_IN_FLOAT16 = frozenset(
 _LEFTOVER = (
     "its decoder layers return hidden states and a residual that is in them already, which must not be added ({})"
 )
+_WITH_CACHE = "its decoder layers return keys and values beside hidden states and residual (hunyuan_v1.py)"
 REFUSED = {
     "CohereForCausalLM": _LEFTOVER.format("commandr.py"),
     "Cohere2ForCausalLM": _LEFTOVER.format("commandr.py"),
+    "Exaone4ForCausalLM": _LEFTOVER.format("exaone4.py"),
+    "GraniteMoeHybridForCausalLM": _LEFTOVER.format("granitemoehybrid.py"),
+    "HunYuanDenseV1ForCausalLM": _WITH_CACHE,
+    "HunYuanMoEV1ForCausalLM": _WITH_CACHE,
+    "NemotronForCausalLM": "its final norm (nemotron.py) is not one that is known to add hidden states and residual",
+    "PhiMoEForCausalLM": _LEFTOVER.format("phimoe.py"),
+    "StableLMEpochForCausalLM": _LEFTOVER.format("stablelm.py"),
     "StableLmForCausalLM": _LEFTOVER.format("stablelm.py"),
     "Gemma3nForCausalLM": "its layers carry several streams at once (AltUp), so there is no one row per token",
     "Gemma3nForConditionalGeneration": "its layers carry several streams at once (AltUp): no one row per token",
 }
 """Architecture to reason: refused on every release before loading."""
+
+
+def refusal(architecture: str, text: Mapping[str, Any], *, on_cpu: bool) -> str | None:
+    """Why no rows of this model would be right, from its class and its text model's configuration."""
+    if known := REFUSED.get(architecture):
+        return known
+    if architecture == "Dots1ForCausalLM" and text.get("routed_scaling_factor") not in (None, 1):
+        return DOTS1
+    if on_cpu and architecture in BIAS_OF_EXPERTS:
+        return BIAS_ON_CPU
+    if on_cpu and turned_by_the_kernel(text):
+        return LATENT_ON_CPU
+    return None
 
 
 def turned_by_the_kernel(text: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ class Meaning:
         if self._verdict:
             raise ValueError(
                 f"vllm_compat: model class {self._model} is not supported: {self._verdict}. Its rows are not guessed. "
-                "`vllm-compat plan --model` tells beforehand; a model that should work is worth an issue."
+                "A model that should work is worth an issue."
             )
 
     def check(self) -> None:

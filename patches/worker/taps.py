@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+# Where vLLM's classes keep their decoder layers; the last three are GPT-NeoX, MPT and ChatGLM.
+PLACES = (
+    *("model.layers", "layers", "model.decoder.layers", "transformer.h", "transformer.layers"),
+    *("gpt_neox.layers", "transformer.blocks", "transformer.encoder.layers"),
+)
 Sink = Callable[[int, str, Any], None]
 
 
@@ -19,7 +24,7 @@ def decoder_layers(model: Any, expected: int) -> Any:
     """
     text_model = model.get_language_model() if hasattr(model, "get_language_model") else model
     looked = []
-    for path in ("model.layers", "layers", "model.decoder.layers", "transformer.h", "transformer.layers"):
+    for path in PLACES:
         found: Any = text_model
         for part in path.split("."):
             found = getattr(found, part, None)
@@ -30,7 +35,8 @@ def decoder_layers(model: Any, expected: int) -> Any:
         looked.append(path)
     raise ValueError(
         f"vllm_compat: model class {type(model).__name__} is not supported: no list of {expected} decoder layers was "
-        f"found in its text model {type(text_model).__name__}; looked at {', '.join(looked)}"
+        f"found in its text model {type(text_model).__name__}; looked at {', '.join(looked)}. If it keeps them "
+        "elsewhere, that is worth an issue."
     )
 
 
@@ -75,5 +81,5 @@ def residual_stream(layer: str, output: Any) -> torch.Tensor:
     kinds = [type(part).__name__ for part in output] if isinstance(output, tuple) else type(output).__name__
     raise TypeError(
         f"vllm_compat: decoder layer {layer} returned {kinds}; expected a tensor, or a pair of hidden states and "
-        "residual of one shape. This model's residual stream is not understood, so its rows are not guessed."
+        "residual of one shape"
     )

@@ -40,7 +40,7 @@ def test_residual_stream_without_residual_is_a_copy(pair: bool) -> None:
     "output", [(torch.ones(3, 2), torch.ones(3, 1)), (torch.ones(3, 2),) * 3, [torch.ones(3, 2)], None, (None, None)]
 )
 def test_an_output_of_unknown_form_is_refused(output: Any) -> None:
-    with pytest.raises(TypeError, match=r"decoder layer MyLayer returned .* not understood"):
+    with pytest.raises(TypeError, match=r"decoder layer MyLayer returned .*; expected a tensor, or a pair"):
         residual_stream("MyLayer", output)
 
 

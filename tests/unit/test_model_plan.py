@@ -209,3 +209,23 @@ def test_ranks_with_one_stream_are_fine() -> None:
     check_whole_streams([[1.0, 2.0, 3.0], [1.001, 2.0, 3.0]])
     check_whole_streams([[1.0, float("nan")], [1.0, float("inf")]])
     check_whole_streams([[], []])  # the model has not run yet
+
+
+@pytest.mark.parametrize(
+    ("architecture", "text", "on_cpu", "why"),
+    [
+        ("LlamaForCausalLM", {}, True, None),
+        ("Exaone4ForCausalLM", {}, False, "must not be added"),
+        ("Dots1ForCausalLM", {"routed_scaling_factor": 2.5}, False, "shared experts"),
+        ("Dots1ForCausalLM", {"routed_scaling_factor": 1.0}, False, None),
+        ("Ernie4_5_MoeForCausalLM", {}, True, "e_score_correction_bias"),
+        ("Ernie4_5_MoeForCausalLM", {}, False, None),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, True, "YaRN"),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, False, None),
+    ],
+)
+def test_refused_by_class_and_configuration(
+    architecture: str, text: dict[str, Any], on_cpu: bool, why: str | None
+) -> None:
+    reason = _models.refusal(architecture, text, on_cpu=on_cpu)
+    assert reason is None if why is None else reason is not None and why in reason

@@ -17,6 +17,9 @@ from vllm_compat.extraction.routers import Router, find_routers, listening, shak
 if TYPE_CHECKING:
     import torch
 
+# How transformers' classes call them: most; GPT-2 and its kin; MPT.
+_LAYERS = ("layers", "h", "blocks")
+_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 EMBEDDINGS = -1  # the "layer id" of what enters the first decoder layer
 
 
@@ -131,7 +134,8 @@ class Reference:
         """`states` [rows, hidden] after the model's final norm, on the CPU; None if that norm is not found."""
         import torch
 
-        norm = next((getattr(self._decoder, name, None) for name in ("norm", "final_layernorm", "ln_f")), None)
+        named = (getattr(self._decoder, name, None) for name in _NORMS)
+        norm = next((each for each in named if each is not None), None)
         if norm is None:
             return None
         weight = next(norm.parameters())
@@ -181,8 +185,8 @@ def _decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
     """The text model and its decoder layers, also inside a multi-modal model."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     inner = getattr(model, "model", None)
-    for owner in (decoder, inner, getattr(inner, "language_model", None)):
-        layers = getattr(owner, "layers", None)
-        if layers is not None:
-            return owner, layers
+    for owner in (decoder, inner, getattr(inner, "language_model", None), getattr(model, "base_model", None)):
+        for name in _LAYERS:
+            if (layers := getattr(owner, name, None)) is not None:
+                return owner, layers
     raise ValueError(f"cannot find the decoder layers of {type(model).__name__}")
