@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_compat.extraction import dataset, model, tiny
-from vllm_compat.extraction.conversations import DataError
+from vllm_compat.extraction import dataset, extract, model, tiny
+from vllm_compat.extraction.conversations import SHOWN, DataError
 from vllm_compat.extraction.settings import Settings
 
 SAMPLES, SEQ_LENGTH = 22, 256
@@ -43,7 +44,7 @@ def settings(folder: Path, tmp_path: Path) -> Callable[..., Settings]:
 
 
 def load(settings: Settings) -> dataset.Samples:
-    return dataset.load_samples(settings)[0]
+    return dataset.load_samples(settings, warn=print)[0]
 
 
 def test_samples_are_those_of_the_consumer(settings: Any, folder: Path, tmp_path: Path) -> None:
@@ -103,9 +104,9 @@ def test_turn_dropout_comes_out_the_same_again(settings: Any, tmp_path: Path) ->
 
 
 def test_token_frequencies_of_other_data_are_not_kept(settings: Any, tmp_path: Path) -> None:
-    _, counted = dataset.load_samples(settings("chats.jsonl"))
+    _, counted = dataset.load_samples(settings("chats.jsonl"), warn=print)
     before = (tmp_path / "token_freq.pt").read_bytes()
-    assert dataset.load_samples(settings("chats.jsonl"), known_token_freq=counted)[1] == counted
+    assert dataset.load_samples(settings("chats.jsonl"), warn=print, known_token_freq=counted)[1] == counted
     with pytest.raises(DataError, match=r"token_freq.pt has the token frequencies of other data or settings"):
         load(settings("chats.jsonl", max_samples=5))
     assert (tmp_path / "token_freq.pt").read_bytes() == before
@@ -135,6 +136,34 @@ def test_a_column_is_missing(settings: Any, folder: Path) -> None:
     datasets.Dataset.from_list([{"text": "Hi"}]).save_to_disk(str(folder / "text"))
     with pytest.raises(DataError, match="has the columns text: expected conversations or messages"):
         load(settings("text"))
+
+
+def test_images_are_told_in_the_plan_and_its_json(
+    settings: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+    told = "only their text is extracted; images are out of reach of speculators 0.3.0"
+    items = [{"conversations": []}] * 12 + [chat | {"image": "cat.png"}] * 2
+    (folder / "llava.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    asked = argparse.Namespace(**vars(settings("llava.jsonl", dry_run=True)), json=True)
+    assert extract.main(asked) == 0
+    out, err = capsys.readouterr()
+    expected = f"{folder / 'llava.jsonl'}: 2 records have images (first: line 13): {told}"
+    warnings = json.loads(out)["warnings"]
+    assert (warnings[0], warnings[-1], len(warnings)) == (expected, "and 3 more such lines", SHOWN + 1)
+    assert "".join(f"warning: {each}\n" for each in warnings) in err
+
+
+def test_images_in_a_folder_are_told(settings: Any, folder: Path) -> None:
+    import datasets
+
+    chat = json.loads((folder / "chats.jsonl").read_text().splitlines()[0])
+    datasets.Dataset.from_list([chat | {"images": ["cat.png"]}] * 2).save_to_disk(str(folder / "seen"))
+    told: list[str] = []
+    dataset.load_samples(settings("seen"), warn=told.append)
+    assert len(told) == 1
+    assert told[0].startswith(f"{folder / 'seen'} has the columns ")
+    assert told[0].endswith("images: only their text is extracted; images are out of reach of speculators 0.3.0")
 
 
 def test_a_model_whose_files_change_is_another(folder: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from vllm_compat.extraction.conversations import DataError, check_file
 
 GOOD = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 ROLE = {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+TEXT, IMAGE = {"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "cat.png"}}
 
 
 def lines(path: Path, *items: Any) -> Path:
@@ -42,6 +43,15 @@ def test_good_files(tmp_path: Path) -> None:
         ({"conversations": [{"speaker": "A", "value": "Hi"}]}, "line 3: turn 1 has neither 'from' nor 'role'"),
         ({"conversations": [{"from": "human", "value": None}]}, r"line 3: turn 1: 'value' is nothing \(null\)"),
         ({"conversations": [{"from": "human", "value": [1]}]}, "line 3: turn 1: 'value' is a list, expected a text"),
+        (
+            {"conversations": [{"from": "human", "value": [TEXT, IMAGE]}]},
+            r"is a list, expected a text \(text prompts only: there is a part 'image_url'; images are out of reach of ",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": [{"text": "Hi"}, {"image": "a.png"}]}]},
+            r"'value' is a list, expected a text \(text prompts only: there is a part 'image'; ",
+        ),
+        ({"conversations": [{"from": "human", "value": [TEXT, {"text": "Hi"}, {}]}]}, "is a list, expected a text$"),
         ({"conversations": [{"from": "human"}]}, "line 3: turn 1: 'value' is nothing"),
         (
             {"conversations": [{"from": "human", "value": "Hi \ud83d"}]},
@@ -84,6 +94,38 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
         f"{path}, line 3: an empty conversation is left out",
         f"{path}, line 4: turn 3 of the unknown role 'tool' is left out",
     ]
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json"])
+def test_records_with_images_are_counted_in_one_warning(tmp_path: Path, name: str) -> None:
+    """And it comes first: of many warnings only the first ones are shown."""
+    llava = [GOOD | {"image": "cat.png"}, GOOD | {"images": ["cat.png", "dog.png"], "image": "cat.png"}]
+    in_a_turn = {"conversations": [GOOD["conversations"][0] | {"images": ["cat.png"]}, GOOD["conversations"][1]]}
+    without = [GOOD | {"images": [], "image": None, "video": ""}, GOOD | {"imagery": "vivid"}]
+    items = [{"conversations": []}, *without, *llava, in_a_turn, GOOD]
+    path = lines(tmp_path / name, *items)
+    if name.endswith(".json"):
+        path.write_text("[" + ",\n".join(map(json.dumps, items)) + "]")
+    assert check_file(path).warnings == [
+        f"{path}: 3 records have images (first: line 4): only their text is extracted; images are out of reach of "
+        "speculators 0.3.0",
+        f"{path}, line 1: an empty conversation is left out",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        (["images"], "images"),
+        (["video"], "videos"),
+        (["videos"], "videos"),
+        (["audio"], "audio clips"),
+        (["audios", "image"], "audio clips and images"),
+    ],
+)
+def test_other_media_have_their_names(tmp_path: Path, keys: list[str], what: str) -> None:
+    (warning,) = check_file(lines(tmp_path / "chats.jsonl", GOOD | dict.fromkeys(keys, "a.file"))).warnings
+    assert f" 1 records have {what} (first: line 1): only their text is extracted; {what} are out of reach" in warning
 
 
 @pytest.mark.parametrize(

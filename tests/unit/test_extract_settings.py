@@ -42,6 +42,13 @@ def test_defaults_are_those_of_the_script() -> None:
     settings.check()
 
 
+def test_the_help_says_that_images_are_out_of_reach() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    said = "Text prompts only: images are out of reach of speculators 0.3.0"
+    assert said in " ".join(parser.format_help().split())
+
+
 def test_every_flag_arrives() -> None:
     settings = parsed(
         *("--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.5", "--seq-length", "64", "--max-samples", "9"),

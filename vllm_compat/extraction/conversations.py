@@ -2,13 +2,14 @@
 
 v0.3.0's loader says "JSON parse error" without a line, and its preprocessing leaves out or misreads what it does not
 expect: `null` as an answer becomes the text "None", and a file in which some turns have `from`/`value` and others
-`role`/`content` loses one kind, because all lines are brought into one schema.
+`role`/`content` loses one kind, because all lines are brought into one schema. Images beside the text vanish without a
+word, since only token ids and masks are kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 ROLES = ("human", "user", "gpt", "assistant", "system")  # those that v0.3.0's preprocessing knows
 KEYS = ("conversations", "messages")
 _STYLES = {"from": "value", "role": "content"}
+_MEDIA = {"image": "images", "video": "videos", "audio": "audio clips"}  # by key, which may be a plural too
 SHOWN = 10
 
 
@@ -34,11 +36,13 @@ def check_file(path: Path) -> Findings:
     """Look at every conversation of a .jsonl or .json file (one object a line, or one list of objects).
 
     Raises DataError naming the first lines that cannot be used. What v0.3.0 leaves out (empty conversations, turns of
-    unknown roles) is in the warnings.
+    unknown roles, images) is in the warnings.
     """
     found = Findings()
     style: tuple[str, str] | None = None  # how turns are written, and where that was seen first
     key: tuple[str, str] | None = None
+    kinds: set[str] = set()  # of media, and the lines that have some
+    with_media: list[int] = []
     try:
         for line, item in _items(path):
             found.lines += 1
@@ -58,6 +62,11 @@ def check_file(path: Path) -> Findings:
             if not item[name] and (item[name] is None or isinstance(item[name], list)):
                 found.warnings.append(f"{where}: an empty conversation is left out")
                 continue
+            turns = item[name] if isinstance(item[name], list) else []
+            own = (key for each in (item, *turns) if isinstance(each, dict) for key, value in each.items() if value)
+            if here := media(own):
+                kinds |= here
+                with_media.append(line)
             for error, used in _turns(item[name], where, found.warnings):
                 if error:
                     found.errors.append(f"{where}: {error}")
@@ -74,7 +83,23 @@ def check_file(path: Path) -> Findings:
     if found.errors:
         more = len(found.errors) - SHOWN
         raise DataError("\n".join([*found.errors[:SHOWN], *([f"and {more} more such lines"] if more > 0 else [])]))
+    if with_media:  # one warning for all of them, and first: of many warnings only the first ones are shown
+        having = f"{len(with_media)} records have {_listing(kinds)} (first: line {with_media[0]})"
+        found.warnings.insert(0, f"{path}: {having}: {only_text(kinds)}")
     return found
+
+
+def media(names: Iterable[str]) -> set[str]:
+    """What the keys or columns of such names hold beside text."""
+    return {_MEDIA[key] for name in names if (key := name.removesuffix("s")) in _MEDIA}
+
+
+def only_text(kinds: Iterable[str]) -> str:
+    return f"only their text is extracted; {_listing(kinds)} are out of reach of speculators 0.3.0"
+
+
+def _listing(kinds: Iterable[str]) -> str:
+    return " and ".join(sorted(kinds))
 
 
 def _turns(conversation: Any, where: str, warnings: list[str]) -> Iterator[tuple[str, str]]:
@@ -92,12 +117,20 @@ def _turns(conversation: Any, where: str, warnings: list[str]) -> Iterator[tuple
             continue
         text = turn.get(_STYLES[style])
         if not isinstance(text, str):
-            yield f"turn {number}: {_STYLES[style]!r} is {_kind(text)}, expected a text", style
+            yield f"turn {number}: {_STYLES[style]!r} is {_kind(text)}, expected a text{_other_parts(text)}", style
         elif not _encodes(text):  # the loader would say no more than "an error occurred"
             yield f"turn {number}: {_STYLES[style]!r} holds half of a character (a lone surrogate, as \\ud83d)", style
         elif turn[style] not in ROLES:
             warnings.append(f"{where}: turn {number} of the unknown role {turn[style]!r} is left out")
         yield "", style
+
+
+def _other_parts(content: Any) -> str:
+    """Of content in parts ({"type": "image_url", ...}, or {"image": ...}) what the first one is that is no text."""
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and (kind := part.get("type", next(iter(part), "text"))) != "text":
+            return f" (text prompts only: there is a part {kind!r}; images are out of reach of speculators 0.3.0)"
+    return ""
 
 
 def _encodes(text: str) -> bool:

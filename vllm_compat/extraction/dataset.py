@@ -12,16 +12,15 @@ import hashlib
 import os
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_compat.extraction.conversations import KEYS, SHOWN, DataError, check_file
+from vllm_compat.extraction.conversations import KEYS, SHOWN, DataError, check_file, media, only_text
 from vllm_compat.extraction.settings import Settings
 from vllm_compat.extraction.store import sha256_of
-from vllm_compat.extraction.streams import say
 
 if TYPE_CHECKING:
     import numpy
@@ -53,15 +52,18 @@ class Samples:
 _COLUMNS = ("input_ids", "loss_mask")
 
 
-def load_samples(settings: Settings, *, known_token_freq: str | None = None) -> tuple[Samples, str]:
+def load_samples(
+    settings: Settings, *, warn: Callable[[str], None], known_token_freq: str | None = None
+) -> tuple[Samples, str]:
     """Load, check and preprocess; returns the samples and the SHA-256 of the token frequencies' file.
 
-    `known_token_freq`: SHA-256 of that file by an earlier run on the same data; if it still has it, nothing is counted
-    again. Raises DataError for data that cannot be used, and what the consumer raises.
+    `warn` is told what is left out of the data. `known_token_freq`: SHA-256 of that file by an earlier run on the same
+    data; if it still has it, nothing is counted again. Raises DataError for data that cannot be used, and what the
+    consumer raises.
     """
     from speculators.data_generation import preprocessing
 
-    raw = _raw(settings, preprocessing)
+    raw = _raw(settings, preprocessing, warn)
     target = settings.token_freq_path
     kept = known_token_freq is not None and target.is_file() and sha256_of(target) == known_token_freq
     # v0.3.0 leaves a file that is there as it is, whatever data it was counted from.
@@ -96,18 +98,24 @@ def load_samples(settings: Settings, *, known_token_freq: str | None = None) -> 
     return samples, sha256_of(target)
 
 
-def _raw(settings: Settings, preprocessing: Any) -> Any:
+def _raw(settings: Settings, preprocessing: Any, warn: Callable[[str], None]) -> Any:
     from speculators.data_generation.configs import DATASET_CONFIGS
 
     given = settings.train_data_path
     path = Path(given)
     if given not in DATASET_CONFIGS and path.is_dir():
         raw = _from_disk(path)
+        if kinds := media(raw.column_names):  # they are not decoded to see in how many rows there are some
+            warn(f"{path} has the columns {', '.join(raw.column_names)}: {only_text(kinds)}")
     else:
         if given.endswith((".json", ".jsonl")):
             if not path.is_file():
                 raise DataError(f"--train-data-path {given}: there is no such file")
-            _warn(check_file(path).warnings)
+            warnings = check_file(path).warnings
+            for text in warnings[:SHOWN]:
+                warn(text)
+            if len(warnings) > SHOWN:
+                warn(f"and {len(warnings) - SHOWN} more such lines")
         raw = preprocessing.load_raw_dataset(
             given, num_proc=settings.num_preprocessing_workers, cache_dir=settings.hf_cache_dir
         )
@@ -117,13 +125,6 @@ def _raw(settings: Settings, preprocessing: Any) -> Any:
     if "conversations" not in raw.column_names:
         raise DataError(f"{given} has the columns {', '.join(names)}: expected {' or '.join(KEYS)}")
     return raw
-
-
-def _warn(warnings: Sequence[str]) -> None:
-    for text in warnings[:SHOWN]:
-        say(f"warning: {text}")
-    if len(warnings) > SHOWN:
-        say(f"warning: and {len(warnings) - SHOWN} more such lines")
 
 
 def _from_disk(path: Path) -> Any:

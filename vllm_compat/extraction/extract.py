@@ -59,7 +59,7 @@ class _Run:
             looked = model.look_at(settings.target_model_path)
             places = devices.divide(settings)
             before = folder.manifest.data.get("token_freq_sha256") if folder.manifest else None
-            samples, token_freq = load_samples(settings, known_token_freq=before)
+            samples, token_freq = load_samples(settings, warn=self._warn, known_token_freq=before)
         report.samples, report.tokens = len(samples), int(samples.lengths.sum())
         request = self._request(samples, looked.sha256, places.tensor_parallel_size)
         folder.check_request(request)
@@ -88,6 +88,11 @@ class _Run:
             raise
         folder.end(outcome, places=report.replicas)
         report.outcome = outcome
+
+    def _warn(self, text: str) -> None:
+        """At once, since a run may take days, and in the report."""
+        say(f"warning: {text}")
+        self._report.warnings.append(text)
 
     def _extract(self, samples: Samples, work: Any, replicas: list[Remote]) -> None:
         settings, report, folder = self._settings, self._report, self._folder

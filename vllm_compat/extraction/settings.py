@@ -90,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-data-path",
         required=True,
         metavar="DATA",
-        help="sharegpt, ultrachat, a .json or .jsonl file, or a folder of Dataset.save_to_disk",
+        help="sharegpt, ultrachat, a .json or .jsonl file, or a folder of Dataset.save_to_disk. Text prompts only: "
+        "images are out of reach of speculators 0.3.0",
     )
     group.add_argument("--output-dir", required=True, type=Path, metavar="DIR", help="where the .pt files go")
     add(

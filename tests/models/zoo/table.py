@@ -28,6 +28,7 @@ forward pass, of each prompt alone, in float32.
   layer's: 1 is perfect, at 0 it fits a wrong place as well as its own.
 - Routers that pick experts are jumps: the prompts hold only tokens that no rounding sends to another expert, by the
   reference's own judgement with noise added (`tests/models/zoo/prompts.py`).
+- Text prompts only, also for models that see images: these are out of reach of speculators 0.3.0.
 - **refused**: with this text, before anything is loaded or right after. **cannot run here**: vLLM's own error on that
   device, which has nothing to do with extraction.
 
