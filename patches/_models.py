@@ -42,6 +42,10 @@ TRANSFORMERS_BACKEND = (
     "vLLM has no class of its own for it and runs transformers' code (its Transformers backend), whose layers return "
     "[batch, tokens, hidden]; use a vLLM that has the model, or extract with Hugging Face"
 )
+NOT_IN_VLLM = (
+    "this release of vLLM has no class of that name (where transformers has one, vLLM would run transformers' code, "
+    "which is refused, too); use a vLLM that has the model, or extract with Hugging Face"
+)
 ENCODER_DECODER = "it is an encoder-decoder; an EAGLE-3 draft model learns from a decoder alone"
 LATENT_ON_CPU = (
     "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly where there is no "

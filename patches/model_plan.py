@@ -9,6 +9,7 @@ import ast
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ OTHERS = (
     "_SEQUENCE_CLASSIFICATION_MODELS",
     "_SPECULATIVE_DECODING_MODELS",
 )
+POOLING = "ForSequenceClassification"  # vLLM makes a pooling model of any class of that name (vllm/config/model.py)
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 WIDTH = ("hidden_size", "n_embd", "d_model")
 
@@ -132,12 +134,11 @@ def vllm_models(path: tuple[str, ...]) -> dict[str, tuple[str, tuple[str, str]]]
     found: dict[str, tuple[str, tuple[str, str]]] = {}
     for name in (*OTHERS, *BACKEND, *GENERATING) if source is not None else ():
         node = source.find(name) if source is not None else None
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            try:
-                entries = ast.literal_eval(node.value)
-            except ValueError:  # computed in this release
-                continue
-            found |= {architecture: (name, where) for architecture, where in entries.items()}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            for architecture, where in zip(node.value.keys, node.value.values, strict=True):
+                if architecture is not None:  # `**{...}`, computed from lists that are read here anyway
+                    with suppress(ValueError):  # computed, too
+                        found[ast.literal_eval(architecture)] = (name, ast.literal_eval(where))
     return found
 
 
@@ -153,6 +154,7 @@ def _verdict(
         said = "config.json names no architecture; vLLM takes what transformers has for its model_type, if it can"
         yield Finding(status="warning", text=said)
         return
+    listed = kinds[architecture][0] if architecture in kinds else None
     scaled = text.get("routed_scaling_factor") not in (None, 1)
     if architecture in _models.REFUSED:
         yield _refused(architecture, _models.REFUSED[architecture])
@@ -164,10 +166,12 @@ def _verdict(
         yield _refused(architecture, _models.ENCODER_DECODER)
     elif not kinds:
         yield Finding(status="warning", text="vLLM's list of models was not found, so its class is not judged")
-    elif architecture not in kinds or kinds[architecture][0] in BACKEND:
+    elif architecture.endswith(POOLING) or (listed in OTHERS and not _generates(architecture, kinds)):
+        yield _refused(architecture, "vLLM runs it as a pooling or draft model; expected one that generates text")
+    elif listed is None:
+        yield _refused(architecture, _models.NOT_IN_VLLM)
+    elif listed in BACKEND:
         yield _refused(architecture, _models.TRANSFORMERS_BACKEND)
-    elif kinds[architecture][0] in OTHERS and not _generates(architecture, kinds):
-        yield _refused(architecture, "vLLM has it as a pooling or draft model; expected one that generates text")
     elif architecture in _models.SHOWN:
         yield Finding(status="ok", text=f"{architecture}: rows equal to Hugging Face's in live runs (docs/models.md)")
     else:

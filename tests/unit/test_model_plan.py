@@ -23,7 +23,12 @@ _TEXT_GENERATION_MODELS = {
     "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "CohereForCausalLM": ("commandr", "CohereForCausalLM"),
 }
-_EMBEDDING_MODELS = {"BertModel": ("bert", "BertEmbeddingModel"), "LlamaModel": ("llama", "LlamaForCausalLM")}
+_EMBEDDING_MODELS = {
+    "BertModel": ("bert", "BertEmbeddingModel"),
+    **{k: (mod, arch) for k, (mod, arch) in _TEXT_GENERATION_MODELS.items() if arch == "LlamaForCausalLM"},
+    "LlamaModel": ("llama", "LlamaForCausalLM"),
+    "ComputedModel": where("computed"),
+}
 _MULTIMODAL_MODELS = {"SeeForConditionalGeneration": ("see", "See")}
 _TRANSFORMERS_SUPPORTED_MODELS = {"SmolLM3ForCausalLM": ("transformers", "TransformersForCausalLM")}
 _VLLM_MODELS = {**_TEXT_GENERATION_MODELS}
@@ -71,8 +76,10 @@ def test_a_model_that_nobody_has_run_is_tried(ask) -> None:
     ("changes", "why"),
     [
         ({"architectures": ["SmolLM3ForCausalLM"]}, "Transformers backend"),
-        ({"architectures": ["NobodysForCausalLM"]}, "Transformers backend"),
+        ({"architectures": ["NobodysForCausalLM"]}, "no class of that name"),
+        ({"architectures": ["ComputedModel"]}, "no class of that name"),
         ({"architectures": ["BertModel"]}, "pooling or draft model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "pooling or draft model"),  # vLLM goes by the name
         ({"architectures": ["CohereForCausalLM"]}, "must not be added"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({}, None),
