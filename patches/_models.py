@@ -113,6 +113,6 @@ def turned_by_the_kernel(text: Mapping[str, Any]) -> bool:
 
     That finds any other model, too, after loading.
     """
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    scaling = text.get("rope_parameters") or text.get("rope_scaling")
+    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
     return bool(text.get("kv_lora_rank")) and kind in (None, "default")

@@ -35,13 +35,16 @@ def differences(
             )
         if kind in ("longrope", "su"):
             original = rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
-            if original and (max_model_len is None or max_model_len > original):
+            if isinstance(original, int | float) and (max_model_len is None or max_model_len > original):
                 yield (
                     f"rope type {kind}: with max_model_len over {original} vLLM takes long factors for all prompts, "
                     f"Hugging Face only for those of more than {original} tokens"
                 )
         if kind == "yarn" and not text.get("kv_lora_rank") and not _as_hugging_face(path):
-            theirs, ours = _magnitude(rope)
+            try:
+                theirs, ours = _magnitude(rope)
+            except (TypeError, ValueError, ArithmeticError):  # no numbers: transformers and vLLM refuse them
+                continue
             if not math.isclose(theirs, ours, rel_tol=1e-3):
                 yield (
                     f"rope type yarn: this vLLM reads no attention_factor and no mscale: it multiplies by {ours:.4g}, "

@@ -46,7 +46,7 @@ def about_model(here: Surroundings) -> Answer:
         return Answer(facts={"verdict": "unknown"}, findings=(Finding(status="problem", text=str(error)),))
     text = text_config(config)
     kinds = vllm_models(here.path)
-    named = list(config.get("architectures") or ())
+    named = _architectures(config)
     architecture = next((each for each in named if each in kinds), next(iter(named), None))  # vLLM takes what it knows
     dtype = _dtype(config, text)
     layers = _first(text, LAYERS)
@@ -72,7 +72,7 @@ def about_model(here: Surroundings) -> Answer:
             "hidden_size": _first(text, WIDTH),
             "dtype": dtype,
             "quantization": _quantization(config) or _quantization(text),
-            "remote_code": sorted(config.get("auto_map") or ()) or None,
+            "remote_code": sorted(remote) or None if isinstance(remote := config.get("auto_map"), dict) else None,
         },
         findings=tuple(found),
     )
@@ -84,27 +84,34 @@ def read_config(model: str, environ: Mapping[str, str]) -> tuple[Path, dict[str,
     Raises:
         ValueError: there is none, or it is no JSON object.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        file = folder / "config.json"
-        if not file.is_file():
-            raise ValueError(f"{folder} has no config.json, which speculators needs (params.json is not read)")
-    else:
-        file = _in_cache(model, environ)
+    try:
+        file = _config_file(model, environ)
+    except OSError as error:  # too long for a name, a folder that may not be entered
+        raise ValueError(f"{model} cannot be looked up: {error.strerror}") from error
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no JSON object")
     return file, config
 
 
+def _config_file(model: str, environ: Mapping[str, str]) -> Path:
+    folder = Path(os.path.expanduser(model))  # Path.expanduser raises where there is no such user
+    if not folder.is_dir():
+        return _in_cache(model, environ)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json, which speculators needs (params.json is not read)")
+    return file
+
+
 def _in_cache(model: str, environ: Mapping[str, str]) -> Path:
     home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     home = Path(environ.get("HF_HOME") or home)
     hub = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
-    folder = Path(hub).expanduser() / f"models--{model.replace('/', '--')}"
+    folder = Path(os.path.expanduser(hub)) / f"models--{model.replace('/', '--')}"
     wanted = "no"
     main = folder / "refs" / "main"
     if main.is_file():
@@ -122,9 +129,9 @@ def _in_cache(model: str, environ: Mapping[str, str]) -> Path:
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a configuration."""
-    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
-        if isinstance(inner := config.get(name), dict):
-            return text_config(inner)
+    names = ("text_config", "llm_config", "language_config", "thinker_config")
+    while inner := [config[name] for name in names if isinstance(config.get(name), dict)]:
+        config = inner[0]
     return config
 
 
@@ -232,16 +239,22 @@ def _word(findings: list[Finding]) -> str:
     return {"ok": "shown", "note": "tried"}.get(first.status, "unknown")
 
 
+def _architectures(config: dict[str, Any]) -> list[str]:
+    value = config.get("architectures")
+    return [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+
+
 def _quantization(config: dict[str, Any]) -> str | None:
     value = config.get("quantization_config")
-    return value.get("quant_method") if isinstance(value, dict) else None
+    method = value.get("quant_method") if isinstance(value, dict) else None
+    return method if isinstance(method, str) else None
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str | None:
     for name in ("dtype", "torch_dtype"):
         for each in (config, text):
-            if each.get(name):
-                return str(each[name]).removeprefix("torch.")
+            if isinstance(value := each.get(name), str) and value:
+                return value.removeprefix("torch.")
     return None
 
 

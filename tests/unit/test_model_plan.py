@@ -13,7 +13,7 @@ import pytest
 
 from vllm_compat.patches import _models
 from vllm_compat.patches.capture import check_whole_streams
-from vllm_compat.patches.model_plan import about_model, read_config
+from vllm_compat.patches.model_plan import about_model, read_config, text_config
 from vllm_compat.registry import Answer, Surroundings
 
 REGISTRY = """
@@ -55,6 +55,14 @@ def ask(site: Path, tmp_path: Path) -> Any:
         return about_model(here)
 
     return about
+
+
+@pytest.fixture
+def yarn_without_a_factor(site: Path) -> None:
+    """So that the magnitudes of YaRN are compared."""
+    folder = site / "vllm" / "model_executor" / "layers" / "rotary_embedding"
+    folder.mkdir(parents=True)
+    (folder / "yarn_scaling_rope.py").write_text("class YaRNScalingRotaryEmbedding:\n    def __init__(self): ...\n")
 
 
 def test_a_known_model(ask) -> None:
@@ -110,6 +118,68 @@ def test_refused(ask, changes: dict[str, Any], why: str | None) -> None:
 )
 def test_unusual_configurations(ask, changes: dict[str, Any], verdict: str) -> None:
     assert ask(LLAMA | changes).facts["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"architectures": "LlamaForCausalLM"}, "shown"),  # that one class, not its letters
+        ({"architectures": [["x"]]}, "unknown"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "unknown"),
+        ({"architectures": 3}, "unknown"),
+        ({"architectures": [["x"], "LlamaForCausalLM"]}, "shown"),
+        ({"quantization_config": [1]}, "shown"),
+        ({"quantization_config": {"quant_method": {"x": 1}}}, "shown"),
+        ({"rope_scaling": "linear"}, "shown"),
+        ({"rope_scaling": [1]}, "shown"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "shown"),
+        ({"rope_scaling": {"type": "yarn", "factor": "x"}}, "shown"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 1, "mscale_all_dim": [1]}}, "shown"),
+        ({"rope_scaling": {"type": "su", "original_max_position_embeddings": [4096]}}, "shown"),
+        ({"auto_map": 3}, "shown"),
+        ({"auto_map": "x"}, "shown"),
+        ({"torch_dtype": {"": "float16"}}, "shown"),
+    ],
+)
+def test_odd_values_are_ignored(ask, yarn_without_a_factor, changes: dict[str, Any], verdict: str) -> None:
+    answer = ask(LLAMA | changes, vllm="0.16.0+cpu")
+    assert answer.facts["verdict"] == verdict
+    assert len(answer.findings) == 1
+    facts = answer.facts
+    assert (facts["quantization"], facts["remote_code"]) == (None, None)
+    assert facts["dtype"] == (None if "torch_dtype" in changes else "bfloat16")
+    json.dumps(dict(facts))
+
+
+@pytest.mark.parametrize("scaling", ["linear", [1]])
+def test_odd_scaling_of_latent_attention(ask, scaling: Any) -> None:
+    config = LLAMA | {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "rope_scaling": scaling}
+    assert ask(config, vllm="0.16.0+cpu").facts["verdict"] == "refused"  # no YaRN that is read
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"text_config": ' * 100_000])
+def test_files_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="cannot be read: "):
+        read_config(str(tmp_path), {})
+
+
+def test_text_models_deep_inside() -> None:
+    inside: dict[str, Any] = {"num_hidden_layers": 8}
+    for _ in range(2 * sys.getrecursionlimit()):
+        inside = {"text_config": inside}
+    assert text_config(inside) == {"num_hidden_layers": 8}
+
+
+@pytest.mark.parametrize("home", ["cache", "~nosuchuser"])
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "a" * 300, "some/" + "a" * 300])
+def test_names_that_no_folder_has(tmp_path: Path, model: str, home: str) -> None:
+    (tmp_path / "cache" / "hub").mkdir(parents=True)
+    environ = {"HF_HOME": home.replace("cache", str(tmp_path / "cache"))}
+    answer = about_model(Surroundings(environ=environ, versions={"vllm": None}, options={"model": model}, path=()))
+    assert answer.facts == {"verdict": "unknown"}
+    assert answer.findings[0].status == "problem"
+    assert answer.findings[0].text.startswith(model)
 
 
 def test_positions_that_hugging_face_turns_otherwise(ask) -> None:
