@@ -48,13 +48,14 @@ def about_model(here: Surroundings) -> Answer:
     kinds = vllm_models(here.path)
     named = _architectures(config)
     architecture = next((each for each in named if each in kinds), next(iter(named), None))  # vLLM takes what it knows
-    dtype = _dtype(config, text)
-    layers = _first(text, LAYERS)
+    dtype = dtype_of(config, text)
+    layers = first_number(text, LAYERS)
     cpu = _cpu_build(here)
     found = [
         *_verdict(architecture, kinds, config, text, dtype, cpu),
         *_consumer(config, text, layers),
         *_notes(config, text, cpu),
+        *_beside(file.parent),
         *(
             Finding(status="warning", text=f"{difference}. {_positions.WHAT_THEN}")
             for difference in _positions.differences(text, path=here.path)
@@ -69,7 +70,7 @@ def about_model(here: Surroundings) -> Answer:
             "vllm": here.versions.get("vllm"),
             "layers": layers,
             "default_layer_ids": None if layers is None else [2, layers // 2, layers - 3, layers - 1],
-            "hidden_size": _first(text, WIDTH),
+            "hidden_size": first_number(text, WIDTH),
             "dtype": dtype,
             "quantization": _quantization(config) or _quantization(text),
             "remote_code": sorted(remote) or None if isinstance(remote := config.get("auto_map"), dict) else None,
@@ -79,7 +80,7 @@ def about_model(here: Surroundings) -> Answer:
 
 
 def read_config(model: str, environ: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
-    """The config.json of a folder, or of a model in Hugging Face's cache, newest first.
+    """A config.json by its own path, of a folder, or of a model in Hugging Face's cache, newest first.
 
     Raises:
         ValueError: there is none, or it is no JSON object.
@@ -98,12 +99,16 @@ def read_config(model: str, environ: Mapping[str, str]) -> tuple[Path, dict[str,
 
 
 def _config_file(model: str, environ: Mapping[str, str]) -> Path:
-    folder = Path(os.path.expanduser(model))  # Path.expanduser raises where there is no such user
-    if not folder.is_dir():
+    if not model:  # an unset variable of a shell; as a path it would be the current folder
+        raise ValueError("no model is named: give a folder with a config.json, or an id in Hugging Face's cache")
+    given = Path(os.path.expanduser(model))  # Path.expanduser raises where there is no such user
+    if given.name == "config.json" and given.is_file():
+        return given
+    if not given.is_dir():
         return _in_cache(model, environ)
-    file = folder / "config.json"
+    file = given / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder} has no config.json, which speculators needs (params.json is not read)")
+        raise ValueError(f"{given} has no config.json, which speculators needs (params.json is not read)")
     return file
 
 
@@ -208,7 +213,7 @@ def _refused(architecture: str, reason: str) -> Finding:
 
 def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) -> Iterator[Finding]:
     """What speculators itself asks of the configuration."""
-    if text is not config and "text_config" not in config and _first(config, LAYERS) is None:
+    if text is not config and "text_config" not in config and first_number(config, LAYERS) is None:
         yield Finding(
             status="problem", text="speculators finds no num_hidden_layers: it looks at the top and in text_config"
         )
@@ -232,6 +237,17 @@ def _notes(config: dict[str, Any], text: dict[str, Any], cpu: bool) -> Iterator[
         )
 
 
+def _beside(folder: Path) -> Iterator[Finding]:
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        if (folder / name).exists():
+            text = (
+                f"{name} beside the model: where no index names the files, vLLM loads every *.safetensors of the "
+                "folder, and fails on those of an adapter; move it to a folder of its own"
+            )
+            yield Finding(status="warning", text=text)
+            return
+
+
 def _word(findings: list[Finding]) -> str:
     first = findings[0]
     if first.status == "problem":
@@ -250,7 +266,7 @@ def _quantization(config: dict[str, Any]) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str | None:
+def dtype_of(config: dict[str, Any], text: dict[str, Any]) -> str | None:
     for name in ("dtype", "torch_dtype"):
         for each in (config, text):
             if isinstance(value := each.get(name), str) and value:
@@ -258,7 +274,7 @@ def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str | None:
     return None
 
 
-def _first(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), None)
 
 

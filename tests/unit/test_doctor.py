@@ -211,8 +211,23 @@ def test_memory_for_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 1024, "dtype": "float32"}}')
     (finding,) = preflight.check_batch(surroundings(options={"model": str(tmp_path), "batch_size": 2, "layers": 3}))
     assert (finding.status, "takes 48 MiB" in finding.text) == ("ok", True)
-    with pytest.raises(ValueError, match=r"a folder with a config\.json is expected"):
-        list(preflight.check_batch(surroundings(options={"model": str(tmp_path / "none")})))
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": "x"}, "torch_dtype": "float32"}')
+    (finding,) = preflight.check_batch(surroundings(options={"model": str(tmp_path)}))
+    assert f"4 layers of 7168 x 4 bytes (a wide model; {tmp_path / 'config.json'} has no hidden_size)" in finding.text
+
+
+@pytest.mark.parametrize("text", ['{"a": ', "[1]", "[" * 100_000])
+def test_a_model_whose_configuration_is_broken_is_not_ready(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    (finding,) = preflight.check_batch(surroundings(options={"model": str(tmp_path)}))
+    assert finding.status == "problem"
+    assert str(tmp_path / "config.json") in finding.text
+
+
+@pytest.mark.parametrize("model", ["", "none", "a" * 300])
+def test_a_model_that_is_not_there_is_not_ready(tmp_path: Path, model: str) -> None:
+    here = surroundings(options={"model": model}, environ={"HF_HOME": str(tmp_path)})
+    assert [finding.status for finding in preflight.check_batch(here)] == ["problem"]
 
 
 def test_shared_memory_of_the_queues(monkeypatch: pytest.MonkeyPatch) -> None:

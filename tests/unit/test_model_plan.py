@@ -253,6 +253,30 @@ def test_folders_without_a_configuration(tmp_path: Path, ask) -> None:
     assert "no JSON object" in answer.findings[0].text
 
 
+def test_the_file_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert read_config(str(tmp_path / "config.json"), {}) == read_config(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_model(ask, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    answer = ask(LLAMA)
+    assert answer.facts["verdict"] == "shown"
+    assert (answer.findings[-1].status, answer.findings[-1].text.split()[0]) == ("warning", name)
+
+
+def test_no_name_is_not_the_current_folder(tmp_path: Path) -> None:
+    """An unset variable: neither left unanswered nor taken for a path."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = "import sys, vllm_compat.cli as cli; sys.exit(cli.main(['plan', '--json', '--model', '']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    (answer,) = json.loads(done.stdout)["answers"]
+    assert answer["facts"] == {"verdict": "unknown"}
+    assert "no model is named" in answer["findings"][0]["text"]
+
+
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command(tmp_path: Path, site: Path, as_json: bool) -> None:
     """In a process of its own: nothing heavy is imported, and the exit code follows the answer."""
