@@ -69,7 +69,7 @@ def about_model(here: Surroundings) -> Answer:
             "vllm_class": ":".join(kinds[architecture][1]) if architecture in kinds else None,
             "vllm": here.versions.get("vllm"),
             "layers": layers,
-            "default_layer_ids": None if layers is None else [2, layers // 2, layers - 3, layers - 1],
+            "default_layer_ids": None if layers is None else default_layer_ids(layers),
             "hidden_size": first_number(text, WIDTH),
             "dtype": dtype,
             "quantization": _quantization(config) or _quantization(text),
@@ -211,6 +211,11 @@ def _refused(architecture: str, reason: str) -> Finding:
     return Finding(status="problem", text=f"{architecture} is refused: {reason}")
 
 
+def default_layer_ids(layers: int) -> list[int]:
+    """What VllmHiddenStatesGenerator takes where it is given none."""
+    return [2, layers // 2, layers - 3, layers - 1]
+
+
 def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) -> Iterator[Finding]:
     """What speculators itself asks of the configuration."""
     if text is not config and "text_config" not in config and first_number(config, LAYERS) is None:
@@ -221,10 +226,9 @@ def _consumer(config: dict[str, Any], text: dict[str, Any], layers: int | None) 
         yield Finding(
             status="warning", text="the number of layers is not in the file; speculators may not find it either"
         )
-    elif layers < 4:
-        yield Finding(
-            status="warning", text=f"{layers} layers: speculators' default layer ids do not fit; give --layer-ids"
-        )
+    elif layers < 7:
+        said = f"speculators' default layer ids {default_layer_ids(layers)} are not four different layers of it"
+        yield Finding(status="warning", text=f"{layers} layers: {said}; give --layer-ids")
 
 
 def _notes(config: dict[str, Any], text: dict[str, Any], cpu: bool) -> Iterator[Finding]:

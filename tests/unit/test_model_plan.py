@@ -223,7 +223,14 @@ def test_latent_attention_on_the_cpu_build(ask, vllm: str, refused: bool) -> Non
 def test_what_speculators_itself_wants(ask) -> None:
     inside = {"architectures": ["LlamaForCausalLM"], "llm_config": {"num_hidden_layers": 8}}
     assert any("top and in text_config" in finding.text for finding in ask(inside).findings)
-    assert any("default layer ids do not fit" in f.text for f in ask(LLAMA | {"num_hidden_layers": 2}).findings)
+
+
+@pytest.mark.parametrize(
+    ("layers", "fit"), [(-1, False), (2, False), (4, False), (5, False), (6, False), (7, True), (10**18, True)]
+)
+def test_default_layer_ids_of_short_models(ask, layers: int, fit: bool) -> None:
+    findings = ask(LLAMA | {"num_hidden_layers": layers}).findings
+    assert [f.status for f in findings if "give --layer-ids" in f.text] == ([] if fit else ["warning"])
 
 
 def test_no_vllm_no_verdict(tmp_path: Path) -> None:
