@@ -46,7 +46,7 @@ class Answered:
         lines += [columns(facts)] if facts else []
         for finding in self.answer.findings:
             lines += [f"  {finding.status}: {finding.text}", *([f"    {finding.advice}"] if finding.advice else [])]
-        return "\n".join(lines)
+        return "\n".join(lines).encode(errors="backslashreplace").decode()  # half a surrogate pair has no UTF-8
 
 
 def ask(

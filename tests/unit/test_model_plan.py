@@ -14,6 +14,7 @@ import pytest
 from vllm_compat.patches import _models
 from vllm_compat.patches.capture import check_whole_streams
 from vllm_compat.patches.model_plan import about_model, read_config, text_config
+from vllm_compat.questions import Answered
 from vllm_compat.registry import Answer, Surroundings
 
 REGISTRY = """
@@ -271,6 +272,12 @@ def test_an_adapter_beside_the_model(ask, tmp_path: Path, name: str) -> None:
     answer = ask(LLAMA)
     assert answer.facts["verdict"] == "shown"
     assert (answer.findings[-1].status, answer.findings[-1].text.split()[0]) == ("warning", name)
+
+
+def test_text_that_no_terminal_shows(ask) -> None:
+    answer = ask(LLAMA | {"architectures": ["\ud800"]})
+    answered = Answered(patch_set="speculators", question="model", given="\udcff", answer=answer)
+    assert "\\ud800 is refused" in answered.as_text().encode().decode()
 
 
 def test_no_name_is_not_the_current_folder(tmp_path: Path) -> None:
