@@ -95,12 +95,16 @@ REFUSED = {
 """Architecture to reason: refused on every release before loading."""
 
 
-def refusal(architecture: str, text: Mapping[str, Any], *, on_cpu: bool) -> str | None:
-    """Why no rows of this model would be right, from its class and its text model's configuration."""
+def refusal(architecture: str, text: Mapping[str, Any], *, dtype: str | None, on_cpu: bool) -> str | None:
+    """Why no rows of this model would be right, from its class, its text model's configuration and its dtype
+    ("float16")."""
     if known := REFUSED.get(architecture):
         return known
-    if architecture == "Dots1ForCausalLM" and text.get("routed_scaling_factor") not in (None, 1):
+    scaled = text.get("routed_scaling_factor") not in (None, 1)
+    if scaled and architecture == "Dots1ForCausalLM":
         return DOTS1
+    if scaled and dtype == "float16" and architecture in SCALED_IN_FLOAT16:
+        return FLOAT16
     if on_cpu and architecture in BIAS_OF_EXPERTS:
         return BIAS_ON_CPU
     if on_cpu and turned_by_the_kernel(text):

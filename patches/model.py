@@ -41,11 +41,9 @@ def reasons(config: Any) -> Iterator[str]:
         yield f"vLLM runs it as a {model.runner_type} model; expected one that generates text"
     if model.is_encoder_decoder:
         yield _models.ENCODER_DECODER
-    if known := _models.refusal(model.architecture, vars(model.hf_text_config), on_cpu=_on_cpu()):
+    dtype = str(model.dtype).removeprefix("torch.")
+    if known := _models.refusal(model.architecture, vars(model.hf_text_config), dtype=dtype, on_cpu=_on_cpu()):
         yield known
-    scaled = getattr(model.hf_text_config, "routed_scaling_factor", None) not in (None, 1)
-    if scaled and str(model.dtype) == "torch.float16" and model.architecture in _models.SCALED_IN_FLOAT16:
-        yield _models.FLOAT16
     if parallel.pipeline_parallel_size > 1:
         yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
     if getattr(parallel, "use_sequence_parallel_moe", False):

@@ -167,13 +167,8 @@ def _verdict(
         yield Finding(status="warning", text=said)
         return
     listed = kinds[architecture][0] if architecture in kinds else None
-    scaled = text.get("routed_scaling_factor") not in (None, 1)
-    if architecture in _models.REFUSED:
-        yield _refused(architecture, _models.REFUSED[architecture])
-    elif scaled and dtype == "float16" and architecture in _models.SCALED_IN_FLOAT16:
-        yield _refused(architecture, _models.FLOAT16)
-    elif cpu and _models.turned_by_the_kernel(text):
-        yield _refused(architecture, _models.LATENT_ON_CPU)
+    if reason := _models.refusal(architecture, text, dtype=dtype, on_cpu=cpu):
+        yield _refused(architecture, reason)
     elif config.get("is_encoder_decoder"):
         yield _refused(architecture, _models.ENCODER_DECODER)
     elif not kinds:

@@ -344,5 +344,5 @@ def test_ranks_with_one_stream_are_fine() -> None:
 def test_refused_by_class_and_configuration(
     architecture: str, text: dict[str, Any], on_cpu: bool, why: str | None
 ) -> None:
-    reason = _models.refusal(architecture, text, on_cpu=on_cpu)
+    reason = _models.refusal(architecture, text, dtype="bfloat16", on_cpu=on_cpu)
     assert reason is None if why is None else reason is not None and why in reason
