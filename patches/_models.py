@@ -51,6 +51,7 @@ LATENT_ON_CPU = (
     "the rotary kernel of vLLM's CPU build turns the queries of its latent attention (MLA) wrongly where there is no "
     "YaRN, so nearly every row would be wrong; use a GPU"
 )
+# 0.11.0 does not yet, 0.16.0 does; refused in all of them until somebody needs the model.
 DOTS1 = "vLLM scales its shared experts by routed_scaling_factor, too (dots1.py), which the model itself does not"
 BIAS_ON_CPU = (
     "vLLM's CPU build picks its experts without e_score_correction_bias (cpu_fused_moe.py, cpu_router.py); use a GPU"

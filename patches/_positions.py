@@ -1,7 +1,7 @@
 """Rotary embeddings that vLLM scales otherwise than Hugging Face: said before the model loads, and by ``plan --model``.
 
 The rows are then what this vLLM serves, each at its place, but not what Hugging Face computes. Read in
-vllm/model_executor/layers/rotary_embedding (0.11.0 to 0.32.0) and transformers/modeling_rope_utils.py.
+vllm/model_executor/layers/rotary_embedding (0.11.0, 0.16.0, 0.25.1, 0.32.0) and transformers/modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 from vllm_compat.source import Sources
 
 YARN = "vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope"
-WHAT_THEN = "Hidden states are what this vLLM serves, not what Hugging Face computes; `vllm-compat verify` will differ"
+LONG = "vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope"
+WHAT_THEN = (
+    "Hidden states are then what this vLLM serves, not what Hugging Face computes, and `vllm-compat verify` differs"
+)
 
 
 def differences(
@@ -28,7 +31,7 @@ def differences(
     """
     for rope in _ropes(text):
         kind = rope.get("rope_type", rope.get("type"))
-        if kind == "dynamic" and "alpha" not in rope:
+        if kind == "dynamic" and "alpha" not in rope and rope.get("factor") != 1:
             yield (
                 "rope type dynamic: vLLM scales the base for all prompts, Hugging Face only for those longer than "
                 "max_position_embeddings"
@@ -36,8 +39,9 @@ def differences(
         if kind in ("longrope", "su"):
             original = rope.get("original_max_position_embeddings", text.get("original_max_position_embeddings"))
             if isinstance(original, int | float) and (max_model_len is None or max_model_len > original):
+                which = "all prompts" if _one_choice(path) else "all prompts of a step in which one is longer"
                 yield (
-                    f"rope type {kind}: with max_model_len over {original} vLLM takes long factors for all prompts, "
+                    f"rope type {kind}: with max_model_len over {original} vLLM takes long factors for {which}, "
                     f"Hugging Face only for those of more than {original} tokens"
                 )
         if kind == "yarn" and not text.get("kv_lora_rank") and not _as_hugging_face(path):
@@ -59,6 +63,13 @@ def _ropes(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return []
     inner = [each for each in rope.values() if isinstance(each, Mapping)]
     return inner or [rope]
+
+
+def _one_choice(path: Sequence[str] | None) -> bool:
+    """Whether vLLM chooses the factors once for all; 0.11.0 does in each step."""
+    source = Sources(path)(LONG)
+    node = source.find("Phi3LongRoPEScaledRotaryEmbedding.__init__", whole=True) if source is not None else None
+    return node is None or "use_long_rope" in ast.unparse(node)
 
 
 def _as_hugging_face(path: Sequence[str] | None) -> bool:

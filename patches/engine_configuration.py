@@ -52,9 +52,9 @@ def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def make(**kwargs: Any) -> Any:
         model, cache = kwargs["model_config"], kwargs["cache_config"]
-        # Nearly as vLLM's own engine does (EngineArgs.create_engine_config, vllm/engine/arg_utils.py), which cuts off
-        # layers that attend to all, too. Models with two kinds of layers set the window themselves; those whose layers
-        # all slide read it here, and without it attend to the whole prompt.
+        # Nearly as vLLM's own engine does (EngineArgs.create_engine_config, vllm/engine/arg_utils.py), which up to 0.25
+        # at least cuts off layers that attend to all, too. Models with two kinds of layers set the window themselves;
+        # those whose layers all slide read it here, and without it attend to the whole prompt.
         if every_layer_slides(model.hf_text_config):
             cache.sliding_window = model.get_sliding_window()
         return original(**kwargs)
@@ -67,8 +67,7 @@ def every_layer_slides(config: Any) -> bool:
     has no such list and its class knows windows (a ``sliding_window`` in a Llama's config.json means nothing)."""
     if kinds := getattr(config, "layer_types", None):
         return set(kinds) == {"sliding_attention"}
-    made = inspect.signature(type(config)).parameters
-    return "sliding_window" in made or hasattr(type(config), "sliding_window")
+    return "sliding_window" in inspect.signature(type(config)).parameters
 
 
 PATCH = Patch(

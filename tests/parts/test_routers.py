@@ -14,7 +14,7 @@ from zoo.families import FAMILIES, LAYERS, VOCABULARY
 
 from vllm_compat.extraction.compare import compare
 from vllm_compat.extraction.reference import EMBEDDINGS, Reference
-from vllm_compat.extraction.repeats import SLACK, Spread
+from vllm_compat.extraction.repeats import SHARES, SLACK, Spread
 from vllm_compat.extraction.routers import find_routers, listening, otherwise, shaking
 
 FAMILY = {family.name: family for family in FAMILIES}
@@ -143,7 +143,15 @@ def test_noise(tmp_path: Path) -> None:
 
 def _spread(**values: Any) -> Spread:
     nowhere = torch.full((5,), torch.inf)
-    return Spread(**{"middle": 0.1, "own": nowhere, "row_gap": nowhere, "layer_gap": nowhere, **values})
+    return Spread(
+        **{
+            "typical": torch.full([len(SHARES)], 0.1),
+            "own": nowhere,
+            "row_gap": nowhere,
+            "layer_gap": nowhere,
+            **values,
+        }
+    )
 
 
 LEVEL = torch.tensor([False, True, False, True, False])

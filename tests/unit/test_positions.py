@@ -31,6 +31,7 @@ def vllm(folder: Path, argument: str) -> list[str]:
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, None),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic"),
         ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0}}, None),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1.0}}, None),  # scales nothing
         ({"rope_scaling": LONG}, "max_model_len over 4096"),
         (
             {"rope_scaling": {"type": "su", "long_factor": []}, "original_max_position_embeddings": 512},
@@ -58,3 +59,13 @@ def test_long_factors_only_beyond_the_original_length() -> None:
 def test_a_vllm_that_reads_the_factor(tmp_path: Path) -> None:
     config = {"rope_scaling": YARN | {"attention_factor": 1.5}}
     assert not list(differences(config, path=vllm(tmp_path, "attention_factor")))
+
+
+@pytest.mark.parametrize(("statement", "said"), [("self.use_long_rope = True", False), ("pass", True)])
+def test_a_vllm_that_chooses_the_factors_in_each_step(tmp_path: Path, statement: str, said: bool) -> None:
+    path = vllm(tmp_path, "attn_factor")
+    source = f"class Phi3LongRoPEScaledRotaryEmbedding:\n    def __init__(self, base):\n        {statement}\n"
+    file = tmp_path / "vllm" / "model_executor" / "layers" / "rotary_embedding" / "phi3_long_rope_scaled_rope.py"
+    file.write_text(source)
+    (text,) = differences({"rope_scaling": LONG}, path=path)
+    assert ("of a step in which one is longer" in text) == said

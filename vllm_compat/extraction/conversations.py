@@ -128,7 +128,7 @@ def _turns(conversation: Any, where: str, warnings: list[str]) -> Iterator[tuple
 def _other_parts(content: Any) -> str:
     """Of content in parts ({"type": "image_url", ...}, or {"image": ...}) what the first one is that is no text."""
     for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict) and (kind := part.get("type", next(iter(part), "text"))) != "text":
+        if isinstance(part, dict) and (kind := part.get("type") or next(iter(part), "text")) not in ("text", "type"):
             return f" (text prompts only: there is a part {kind!r}; images are out of reach of speculators 0.3.0)"
     return ""
 

@@ -8,9 +8,11 @@ it. So the reference's pass of the prompt is repeated with noise, and a row may 
 - rows behind a level one, to which attention carries the jump, as far as each of them went itself;
 - all others as in a dense model; and nobody less than that.
 
-This is never an excuse for a layer as a whole. Noise takes few rows far and most rows not: where the middle row of all
-is further off than in any repetition (times `SLACK`), something was done to the layer, and the usual tolerance holds
-for all of it.
+This is never an excuse for a layer as a whole, nor for a large part of one. Noise takes few rows far and most rows not:
+where the middle row of all, or the row that 60, 70 or 80 % of all are nearer than, is further off than in any
+repetition (times `SLACK`), something was done to the layer, and the usual tolerance holds for all of it. Measured on
+tiny models: right data reach 0.53 of what the furthest of 8 repetitions does, 45 % of rows multiplied by 1.3 at least
+1.68 of what 64 do.
 
 Nor is it for a place. But a row that went elsewhere may come to lie beside another: the same token stands further up,
 or layers differ little. So a level row, or one behind it, is in the wrong place if it is nearer to that place than to
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 SIZE = 0.5
 SLACK = 1.5
+SHARES = (0.5, 0.6, 0.7, 0.8)  # of the rows of a layer
 FIRST, MOST = 8, 64  # repetitions; each time as many again as there were
 _TOKENS = 4096  # in one pass: so many repetitions at once, one at least, need no more memory than a long prompt
 
@@ -51,7 +54,7 @@ class Spread:
 
     level: torch.Tensor  # [tokens]: a router up to this layer picked other experts in some repetition
     far: torch.Tensor  # [tokens]: largest distance to the reference in any repetition
-    middle: float  # that of the middle row, in the repetition where it was largest
+    typical: torch.Tensor  # [SHARES]: within which each share of rows is, in the repetition where it was largest
     # The row that is judged: its smallest distance, in any repetition, to its own place and to the places in question,
     own: torch.Tensor  # [tokens]
     row_gap: torch.Tensor  # [tokens]: to the nearest other row
@@ -73,7 +76,7 @@ class Spread:
 
     def excuses(self, error: torch.Tensor, usual: float) -> bool:
         """Whether the distances `error` [rows] of the whole layer are such as noise makes."""
-        return not len(error) or float(error.median()) <= max(usual, SLACK * self.middle)
+        return not len(error) or bool((_typical(error) <= (SLACK * self.typical).clamp_min(usual)).all())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,10 +101,15 @@ class Repeats:
         self._usual = reference.picks(prompt)
         self.count = 0
         none, nowhere = torch.zeros(len(prompt)), torch.full([len(prompt)], torch.inf)
-        self._spreads = {
-            layer_id: Spread(level=none.bool(), far=none, middle=0.0, own=nowhere, row_gap=nowhere, layer_gap=nowhere)
-            for layer_id in judged
-        }
+        nothing = Spread(
+            level=none.bool(),
+            far=none,
+            typical=torch.zeros(len(SHARES)),
+            own=nowhere,
+            row_gap=nowhere,
+            layer_gap=nowhere,
+        )
+        self._spreads = dict.fromkeys(judged, nothing)
 
     def more(self) -> dict[int, Spread]:
         """Repeat as often again, at first `FIRST` times; what all repetitions have shown, by layer id."""
@@ -145,8 +153,15 @@ def _widened(spread: Spread, layer_id: int, judged: Judged, shaken: Mapping[int,
     return replace(
         spread,
         far=torch.maximum(spread.far, far),
-        middle=max(spread.middle, float(far.median())),
+        typical=torch.maximum(spread.typical, _typical(far)),
         own=torch.minimum(spread.own, distance(judged.got, own)),
         row_gap=torch.minimum(spread.row_gap, distance(judged.got, own[judged.nearest])),
         layer_gap=layer_gap,
     )
+
+
+def _typical(distances: torch.Tensor) -> torch.Tensor:
+    """Within which each of `SHARES` of the rows are."""
+    import torch
+
+    return distances.float().quantile(torch.tensor(SHARES))
