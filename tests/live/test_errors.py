@@ -145,7 +145,8 @@ def test_a_layer_output_of_unknown_form_is_an_error(extraction: Any, prompts_of:
         worker.planted_hooks = [before, after]
 
     extraction.in_worker(plant)
-    with pytest.raises(RuntimeError, match=r"decoder layer LlamaDecoderLayer returned .*; expected a tensor, or a pair"):
+    match = r"decoder layer LlamaDecoderLayer returned .*; expected a tensor, or a pair"
+    with pytest.raises(RuntimeError, match=match):
         extraction.generate(prompts_of(20, 30))
     extraction.in_worker(lambda worker: [handle.remove() for handle in worker.planted_hooks] and None)
     extraction.check(prompts_of(20, 30))
