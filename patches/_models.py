@@ -118,6 +118,14 @@ def turned_by_the_kernel(text: Mapping[str, Any]) -> bool:
 
     That finds any other model, too, after loading.
     """
-    scaling = text.get("rope_parameters") or text.get("rope_scaling")
-    kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
-    return bool(text.get("kv_lora_rank")) and kind in (None, "default")
+    return bool(text.get("kv_lora_rank")) and rope_type(rope_of(text)) in (None, "default")
+
+
+def rope_of(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a text configuration says of its rotary embedding, under the name of transformers 5 or 4."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))

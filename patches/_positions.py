@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from vllm_compat.patches._models import rope_of, rope_type
 from vllm_compat.source import Sources
 
 YARN = "vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope"
@@ -30,7 +31,7 @@ def differences(
         path: where vLLM is looked for (default: ``sys.path``).
     """
     for rope in _ropes(text):
-        kind = rope.get("rope_type", rope.get("type"))
+        kind = rope_type(rope)
         if kind == "dynamic" and "alpha" not in rope and rope.get("factor") != 1:
             yield (
                 "rope type dynamic: vLLM scales the base for all prompts, Hugging Face only for those longer than "
@@ -57,10 +58,8 @@ def differences(
 
 
 def _ropes(text: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """One, or one for each kind of layers, or none."""
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    if not isinstance(rope, Mapping):
-        return []
+    """One, or one for each kind of layers."""
+    rope = rope_of(text)
     inner = [each for each in rope.values() if isinstance(each, Mapping)]
     return inner or [rope]
 

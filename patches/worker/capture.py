@@ -34,9 +34,8 @@ class Step:
 
     scheduler_output: Any
     layers: set[int] = field(default_factory=set)  # those that have run
-    rows: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # of each layer, where they wait for the end of the step
+    # Of each layer, where they wait for the end of the step.
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
     spans: list[Span] | None = None  # where they go, once the model runner tells
 
 

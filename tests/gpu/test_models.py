@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from zoo.families import FAMILIES
+from zoo.families import FAMILY
 from zoo.record import RIGHT, run
 
 NAMES = [
@@ -19,8 +19,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_right(name: str, tp: int, active: None) -> None:
-    (family,) = (family for family in FAMILIES if family.name == name)
-    record = run(family, tensor_parallel=tp)
+    record = run(FAMILY[name], tensor_parallel=tp)
     assert record.verdict == RIGHT, record
     assert record.row_margin is not None
     assert record.row_margin > 0.5

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from zoo.build import build
-from zoo.families import FAMILIES, LAYERS, VOCABULARY
+from zoo.families import FAMILY, LAYERS, VOCABULARY
 from zoo.prompts import decided_prompts
 
-FAMILY = {family.name: family for family in FAMILIES}
 LAYER_IDS = list(range(LAYERS))
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from zoo.build import build
-from zoo.families import FAMILIES, LAYERS
+from zoo.families import FAMILY, LAYERS
 
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.verification import Options, verify
 
-FAMILY = {family.name: family for family in FAMILIES}
 KIMI = FAMILY["Kimi-K2"]
 MODELS = {
     "Mixtral": FAMILY["Mixtral"],

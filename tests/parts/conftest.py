@@ -1,9 +1,9 @@
-"""For the tests of `extract` without vLLM."""
+"""For the tests of `extract` and `verify` without vLLM."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,19 @@ import pytest
 if TYPE_CHECKING:
     from vllm_compat.extraction.settings import Settings
 
-sys.path.append(str(Path(__file__).parent))  # test modules, and the processes of replicas, import `fakes`
+# Test modules, and the processes of replicas, import `fakes` and `sample_files`.
+sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models that are too small for more: threads would only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import nn
 from zoo.build import build
-from zoo.families import FAMILIES, LAYERS, VOCABULARY
+from zoo.families import FAMILY, LAYERS, VOCABULARY
 
 from vllm_compat.extraction.compare import compare
 from vllm_compat.extraction.reference import EMBEDDINGS, Reference
 from vllm_compat.extraction.repeats import SHARES, SLACK, Spread
 from vllm_compat.extraction.routers import find_routers, listening, otherwise, shaking
 
-FAMILY = {family.name: family for family in FAMILIES}
 # Name -> numbers of the layers that have experts. DeepSeek-V3 picks within groups and with a bias.
 SPARSE = {
     "Mixtral": [0, 1, 2, 3],

@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sample_files import random_prompt, save_sample
 
 from vllm_compat.extraction import verify as command
 from vllm_compat.extraction.judge import check_whole
@@ -29,32 +30,20 @@ from vllm_compat.extraction.store import sha256_of
 from vllm_compat.extraction.tiny import make_model
 from vllm_compat.extraction.verification import Options, Refused, verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYERS, LAYER_IDS = 8, [2, 4, 5, 7]  # speculators' own choice for eight layers
 LENGTHS = (30, 24, 30, 41, 26)
 
 
-def _random(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 512, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 # Files 0 and 2 are equally long. From 5 on: one token over and over; two in turn; a prompt twice; a common beginning.
 PROMPTS = [
-    *(_random(length, seed) for seed, length in enumerate(LENGTHS)),
+    *(random_prompt(length, seed) for seed, length in enumerate(LENGTHS)),
     [77] * 40,
     [5, 9] * 15,
-    _random(20, 90),
-    _random(20, 90),
-    [*_random(16, 90), *_random(9, 91)],
+    random_prompt(20, 90),
+    random_prompt(20, 90),
+    [*random_prompt(16, 90), *random_prompt(9, 91)],
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The model is too small for more: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +60,9 @@ def exact(model: Path) -> Reference:
 def clean(tmp_path_factory: pytest.TempPathFactory, exact: Reference, model: Path) -> Path:
     folder = tmp_path_factory.mktemp("clean")
     for number, prompt in enumerate(PROMPTS):
-        _save(folder, number, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
+        save_sample(folder, number, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
     _describe(folder, model, LAYER_IDS, len(PROMPTS))
     return folder
-
-
-def _save(folder: Path, number: int, prompt: list[int], states: list[Any]) -> None:
-    ids = torch.tensor(prompt)
-    mask = torch.ones_like(ids)
-    torch.save({"input_ids": ids, "hidden_states": states, "loss_mask": mask}, folder / f"data_{number}.pt")
 
 
 def _describe(folder: Path, model: Path, layer_ids: list[int], samples: int, vllm: str = "0.16.0") -> None:
@@ -146,7 +129,7 @@ def test_clean_data_pass(model: Path, clean: Path) -> None:
 def test_rows_that_are_equal_by_right_are_no_fault(model: Path, tmp_path: Path, exact: Reference) -> None:
     """A prompt of one token over and over: every row is the first one's twin, and nothing could tell them apart."""
     prompt = [77] * 200
-    _save(tmp_path, 0, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
+    save_sample(tmp_path, 0, prompt, [states.bfloat16() for states in exact.states(prompt, LAYER_IDS)])
     verdict = _verify(model, tmp_path)
     assert verdict.ok, verdict.as_text()
     assert all(layer.undecided > 20 for layer in verdict.report.layers)
@@ -239,7 +222,7 @@ def test_a_planted_fault_is_found_and_named(name: str, model: Path, data: Path) 
     ],
 )
 def test_states_of_another_layer(held: list[int], said: set[str], model: Path, data: Path, exact: Reference) -> None:
-    _save(data, 0, PROMPTS[0], [states.bfloat16() for states in exact.states(PROMPTS[0], held)])
+    save_sample(data, 0, PROMPTS[0], [states.bfloat16() for states in exact.states(PROMPTS[0], held)])
     verdict = _verify(model, data)
     groups = verdict.faults.groups
     assert {group.fault.kind for group in groups} == {"wrong-layer"}
@@ -252,7 +235,7 @@ def test_the_last_layer_after_the_final_norm(model: Path, data: Path, exact: Ref
     """In all files, as code that takes `output_hidden_states` would have written them."""
     for number, prompt in enumerate(PROMPTS[:FEW]):
         states = exact.states(prompt, LAYER_IDS)
-        _save(data, number, prompt, [states.bfloat16() for states in (*states[:-1], exact.normed(states[-1]))])
+        save_sample(data, number, prompt, [states.bfloat16() for states in (*states[:-1], exact.normed(states[-1]))])
     verdict = _verify(model, data)
     (group,) = verdict.faults.groups
     assert (group.fault.kind, group.fault.layer_ids, group.count) == ("normed", (7,), FEW)

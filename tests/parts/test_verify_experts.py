@@ -6,7 +6,7 @@ recomputes in bfloat16. So roundings fall otherwise, as in another implementatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from sample_files import random_prompt, save_sample
 from zoo.build import build
-from zoo.families import FAMILIES, VOCABULARY
+from zoo.families import FAMILY
 
 from vllm_compat.extraction import repeats
 from vllm_compat.extraction.reference import EMBEDDINGS, Reference
@@ -24,31 +25,18 @@ from vllm_compat.extraction.rowwise import tolerance
 from vllm_compat.extraction.tiny import make_model
 from vllm_compat.extraction.verification import Options, verify
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LAYER_IDS = [0, 1, 2, 3]
 LENGTHS = (120, 90, 120)
-_FAMILY = {family.name: family for family in FAMILIES}
 _MANY = {"n_routed_experts": 64, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
 MODELS = {
-    "Mixtral": _FAMILY["Mixtral"],
-    "Qwen3-MoE": _FAMILY["Qwen3-MoE"],
-    "DeepSeek-V3": replace(_FAMILY["DeepSeek-V3"], values={**_FAMILY["DeepSeek-V3"].values, **_MANY}),
+    "Mixtral": FAMILY["Mixtral"],
+    "Qwen3-MoE": FAMILY["Qwen3-MoE"],
+    "DeepSeek-V3": replace(FAMILY["DeepSeek-V3"], values={**FAMILY["DeepSeek-V3"].values, **_MANY}),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The models are too small for more: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-PROMPTS = [_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+PROMPTS = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 
 
 @dataclass(frozen=True)
@@ -82,10 +70,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def _write(folder: Path, states: list[list[Any]]) -> Path:
     for number, (prompt, layers) in enumerate(zip(PROMPTS, states, strict=True)):
-        ids = torch.tensor(prompt)
-        layers = [each.clone() for each in layers]
-        sample = {"input_ids": ids, "hidden_states": layers, "loss_mask": torch.ones_like(ids)}
-        torch.save(sample, folder / f"data_{number}.pt")
+        save_sample(folder, number, prompt, [each.clone() for each in layers])
     return folder
 
 

@@ -407,3 +407,4 @@ FAMILIES = (
         note="no vLLM class of its own (SmolLM3)",
     ),
 )
+FAMILY = {family.name: family for family in FAMILIES}
