@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_compat.patches.worker.call import CallBook, Span
 from vllm_compat.patches.worker.copies import Copies
-from vllm_compat.patches.worker.labels import check_runner, known_during_forward, step_labels
+from vllm_compat.patches.worker.labels import check_runner, step_labels, watch_batches
 from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.meaning import Meaning
 from vllm_compat.patches.worker.rows import HostRows
@@ -34,9 +34,8 @@ class Step:
 
     scheduler_output: Any
     layers: set[int] = field(default_factory=set)  # those that have run
-    # Of each layer, where they wait for the end of the step.
-    rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    spans: list[Span] | None = None  # where they go, once the model runner tells
+    batch: Any = None  # Model Runner V2's
+    spans: list[Span] | None = None  # where the rows go, once the first have come
 
 
 class Capture:
@@ -62,6 +61,7 @@ class Capture:
         if self._keeps_rows:
             tap(layers, self.layer_ids, self._keep)
         self._watch_steps()
+        watch_batches(self._runner, self._note_batch)
 
     def _watch_steps(self) -> None:
         """Stand around this worker's ``model_runner.execute_model`` and ``sample_tokens`` (this instance only)."""
@@ -84,6 +84,10 @@ class Capture:
         self._runner.execute_model = execute_model
         if hasattr(self._runner, "sample_tokens"):  # vLLM 0.11.0 samples within execute_model
             self._watch_sampling()
+
+    def _note_batch(self, batch: Any) -> None:
+        if self._step is not None:
+            self._step.batch = batch
 
     def _watch_sampling(self) -> None:
         sample = self._runner.sample_tokens
@@ -133,10 +137,7 @@ class Capture:
                 "hidden]; models of vLLM's Transformers backend are not supported"
             )
         step.layers.add(layer_id)
-        if known_during_forward(self._runner):  # so the copies overlap the layers that follow
-            self._place(book, step, layer_id, rows)
-        else:
-            step.rows[layer_id] = rows
+        self._place(book, step, layer_id, rows)
 
     def _end_step(self, book: CallBook, step: Step) -> None:
         if not step.scheduler_output.total_num_scheduled_tokens:
@@ -144,11 +145,9 @@ class Capture:
         for layer_id in self.layer_ids:
             if layer_id not in step.layers:
                 raise self._too_few(book, step, layer_id, 0)
-        for layer_id, rows in step.rows.items():
-            self._place(book, step, layer_id, rows)
 
     def _place(self, book: CallBook, step: Step, layer_id: int, rows: torch.Tensor) -> None:
-        """Send a layer's rows of a step on their way."""
+        """Send a layer's rows of a step on their way, beside the layers that follow."""
         scheduled = step.scheduler_output.total_num_scheduled_tokens
         if len(rows) < scheduled:  # more rows are padding behind the batch
             raise self._too_few(book, step, layer_id, len(rows))
@@ -157,7 +156,9 @@ class Capture:
             if self._host.rows is None:
                 self._host.resize(len(self.layer_ids), book.tokens, rows)
                 self._copies.begin_call(self._host, rows)
-            step.spans = book.place(step_labels(self._runner, step.scheduler_output))
+            step.spans = book.place(step_labels(self._runner, step.scheduler_output, step.batch))
+            if step.batch is not None:
+                self._copies.note_positions(step.batch.positions, step.spans)
         self._copies.add(self.layer_ids.index(layer_id), rows[:scheduled], step.spans)
 
     @staticmethod
@@ -204,10 +205,26 @@ class Capture:
             raise self._error
         self._meaning.check()
         book.check_complete()
+        self._check_positions(book)
         warnings = self._check_values(book)
         if not self._call["describe"]:
             return self.rows_by_value()
         return self._host.description() | {"call": self._call["call"], "warnings": warnings}
+
+    def _check_positions(self, book: CallBook) -> None:
+        """Raises RuntimeError: Model Runner V2's forward pass was given other positions than the scheduler sent."""
+        import torch
+
+        given = self._copies.positions()
+        if given is None:
+            return
+        expected = torch.cat([torch.arange(count) for _, count in book.requests])
+        wrong = (given != expected).nonzero()
+        if len(wrong):
+            name, position = book.owner(int(wrong[0]))
+            raise RuntimeError(
+                f"vllm_compat: {name}: the model runner computed row {position} at position {int(given[wrong[0]])}"
+            )
 
     def _check_values(self, book: CallBook) -> list[str]:
         faults: list[str] = []

@@ -1,4 +1,4 @@
-"""Copies of a step's rows to the host, beside the layers that follow them, and the extreme values of each row."""
+"""Copies of a step's rows to the host, beside the layers that follow, and what is noted of each row on the device."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Copies:
             self._stream = torch.cuda.Stream(like.device)
         # Of each row of the call; what no step fills in stays NaN, which is an error.
         self._low, self._high = torch.full((2, *host.rows.shape[:2]), float("nan"), device=like.device)
+        self._positions: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Until all copies have ended: before the rows are read, before their memory goes, and before another step's
@@ -59,6 +60,20 @@ class Copies:
             target[span.target : span.target + span.count].copy_(
                 rows[span.source : span.source + span.count], non_blocking=self._stream is not None
             )
+
+    def note_positions(self, positions: torch.Tensor, spans: Sequence[Span]) -> None:
+        """positions: those of a step's rows ``[tokens or more]``, which the runner will write over in the next step."""
+        import torch
+
+        assert self._host.rows is not None
+        if self._positions is None:
+            self._positions = torch.full(self._host.rows.shape[1:2], -1, device=positions.device)
+        for source, target, count in spans:
+            self._positions[target : target + count] = positions[source : source + count]
+
+    def positions(self) -> torch.Tensor | None:
+        """Those noted in this call, of each row ``[tokens]``, on the CPU."""
+        return None if self._positions is None else self._positions.cpu()
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Wait for the copies; the smallest and the largest value of each row ``[layers, tokens]``, on the CPU."""

@@ -2,12 +2,14 @@
 
 vLLM has two model runners. V1 (``vllm/v1/worker/gpu_model_runner.py``) keeps one ``input_batch`` for all steps. V2
 (``vllm/v1/worker/gpu/model_runner.py``, the default of more and more models from vLLM 0.22 on) makes a batch for each
-step, sorted by the number of tokens, and keeps it in ``execute_model_state`` until ``sample_tokens``.
+step, sorted by the number of tokens: what ``prepare_inputs`` returns just before the forward pass (0.12 to 0.33).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -27,8 +29,8 @@ def check_runner(runner: Any) -> None:
     if not _is_v1(runner) and not _is_v2(runner):
         raise ValueError(
             f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
-            "req_ids, and no execute_model_state that holds one; its order of rows is unknown. If this is Model Runner "
-            "V2, set VLLM_USE_V2_MODEL_RUNNER=0."
+            "req_ids, and no prepare_inputs that makes one we know; its order of rows is unknown. If this is Model "
+            "Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
         )
 
 
@@ -38,7 +40,9 @@ def _is_v1(runner: Any) -> bool:
 
 
 def _is_v2(runner: Any) -> bool:
-    """Its state is empty between steps, so the classes beside the runner's must tell."""
+    """It has no batch between steps, so the classes beside the runner's must tell; those before 0.18 are not known."""
+    if not hasattr(runner, "prepare_inputs"):
+        return False
     for module in (sys.modules[each.__module__] for each in type(runner).__mro__):
         if "input_batch" in getattr(getattr(module, "ExecuteModelState", None), "_fields", ()):
             fields = getattr(getattr(module, "InputBatch", None), "__dataclass_fields__", ())
@@ -46,27 +50,48 @@ def _is_v2(runner: Any) -> bool:
     return False
 
 
-def known_during_forward(runner: Any) -> bool:
-    """Whether ``step_labels`` can tell while the model runs: V1 makes its batch before, V2 shows it after."""
-    return _is_v1(runner)
+def watch_batches(runner: Any, seen: Callable[[Any], None]) -> None:
+    """Call ``seen`` with each batch that V2 makes (this instance only); V1's is in reach without."""
+    if _is_v1(runner):
+        return
+    prepare = runner.prepare_inputs
+
+    @functools.wraps(prepare)
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare(*args, **kwargs)
+        seen(batch)
+        return batch
+
+    runner.prepare_inputs = prepare_inputs
 
 
-def step_labels(runner: Any, scheduler_output: Any) -> list[Label]:
-    """Labels of the step that ``runner.execute_model`` has just run (before ``sample_tokens``), or, where they are
-    ``known_during_forward``, is running.
+def step_labels(runner: Any, scheduler_output: Any, batch: Any = None) -> list[Label]:
+    """Labels of the step whose forward pass ``runner.execute_model`` is running.
 
     The order is the runner's: it may differ from the scheduler's, because new requests take the slots of finished ones,
-    attention backends reorder, and V2 sorts. The position is checked against what the scheduler sent.
+    attention backends reorder, and V2 sorts. Counts are checked against what the scheduler sent, and V1's positions.
+    V2 has its own on the device only, where asking for them now would wait for it: the positions here are the
+    scheduler's, and those that the forward pass was given, ``batch.positions``, are for the caller to compare.
+
+    Args:
+        batch: what V2 made for this step.
 
     Raises:
-        RuntimeError: the two disagree.
+        RuntimeError: the two disagree, or V2 ran the model without making a batch.
     """
-    scheduled = scheduler_output.num_scheduled_tokens
-    labels = _v1_labels(runner.input_batch, scheduled) if _is_v1(runner) else _v2_labels(runner.execute_model_state)
+    scheduled, sent = scheduler_output.num_scheduled_tokens, _positions_sent(scheduler_output)
+    if _is_v1(runner):
+        labels = _v1_labels(runner.input_batch, scheduled)
+    elif batch is not None:
+        labels = _v2_labels(batch, sent)
+    else:
+        raise RuntimeError(
+            f"vllm_compat: {type(runner).__module__}.{type(runner).__name__} ran the model without prepare_inputs; the "
+            "order of its rows is unknown"
+        )
     ids = sorted(label.request_id for label in labels)
     if ids != sorted(scheduled):
         raise RuntimeError(f"vllm_compat: the batch holds {ids}, the scheduler sent {sorted(scheduled)}")
-    sent = _positions_sent(scheduler_output)
     for name, position, count in labels:
         if position != sent[name] or count != scheduled[name]:
             raise RuntimeError(
@@ -83,17 +108,12 @@ def _v1_labels(batch: Any, scheduled: dict[str, int]) -> list[Label]:
     ]
 
 
-def _v2_labels(state: Any) -> list[Label]:
-    """``positions`` is what the model's forward was given, on the device; the batch's other counts are the scheduler's.
-
-    Behind the rows of the last request there may be padding.
-    """
-    batch = state.input_batch
+def _v2_labels(batch: Any, sent: dict[str, int]) -> list[Label]:
+    """Behind the rows of the last request there may be padding."""
     starts = batch.query_start_loc_np[: len(batch.req_ids) + 1].tolist()
-    positions = batch.positions[starts[:-1]].tolist()
     return [
-        Label(request_id, position, end - start)
-        for request_id, position, start, end in zip(batch.req_ids, positions, starts, starts[1:], strict=False)
+        Label(request_id, sent.get(request_id, 0), end - start)
+        for request_id, start, end in zip(batch.req_ids, starts, starts[1:], strict=False)
     ]
 
 

@@ -111,23 +111,20 @@ def test_a_step_budget_that_makes_no_sense_is_an_error(model: Path, extract: Any
                 extract(model, [0], max_model_len=64)
 
 
-def test_rows_leave_while_the_model_runs_where_the_batch_is_known(chunked: Any, prompts_of: Prompts) -> None:
+def test_rows_leave_while_the_model_runs(chunked: Any, prompts_of: Prompts) -> None:
     def plant(worker: Any) -> None:
         model, copies = worker.model_runner.get_model(), worker._vllm_compat_capture._copies
         add, events = copies.add, []
         copies.add = lambda *args: (events.append("copy"), add(*args))
         worker.planted = events, model.register_forward_hook(lambda *args: events.append("end"))
 
-    def harvest(worker: Any) -> tuple[list[str], bool]:
-        from vllm_compat.patches.worker.labels import known_during_forward
-
+    def harvest(worker: Any) -> list[str]:
         events, handle = worker.planted
         handle.remove()
         del worker._vllm_compat_capture._copies.add, worker.planted
-        return events, known_during_forward(worker.model_runner)
+        return events
 
     chunked.in_worker(plant)
     chunked.check(prompts_of(20, 30))
-    ((events, known),) = chunked.in_worker(harvest)
-    copies = ["copy"] * len(chunked.layer_ids)
-    assert events == ([*copies, "end"] if known else ["end", *copies])
+    (events,) = chunked.in_worker(harvest)
+    assert events == [*["copy"] * len(chunked.layer_ids), "end"]
