@@ -40,6 +40,7 @@ Way = Callable[[Any, Batch], None]
 # Calls from this process to its workers, by what they are for; `sampling` on a GPU is where vLLM waits for the forward
 # pass unless the split's own wait has done so.
 STEPS = {"execute_model": "forward", "sample_tokens": "sampling", "_get_captured_states": "reply"}
+OTHERS = ["hand_patch", "hugging_face", "vllm_extractor"]
 
 
 def arguments() -> argparse.Namespace:
@@ -57,11 +58,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--slow-prompts", type=int, metavar="N", help="prompts of by value, at least one call (default: all)"
     )
-    parser.add_argument(
-        "--others", action="store_true", help="also the hand patch, Hugging Face and vLLM's own extractor"
-    )
+    parser.add_argument("--others", nargs="*", choices=OTHERS, help="also these ways to the rows; without a name: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole result there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.others is not None:
+        options.others = options.others or OTHERS
+    return options
 
 
 def random_prompts(count: int, tokens: int) -> list[list[int]]:
@@ -231,7 +233,7 @@ def bus_rate(generator: Any) -> float | None:
 def others(folder: Path, options: argparse.Namespace) -> dict[str, float | str]:
     """Tokens per second of each other way, or the last error. A process each: this one opens no device."""
     found: dict[str, float | str] = {}
-    for way in ("hand_patch", "hugging_face", "vllm_extractor"):
+    for way in options.others or ():
         with tempfile.NamedTemporaryFile("r") as file:
             script = str(Path(__file__).with_name("others.py"))
             command = [sys.executable, script, way, str(folder), json.dumps(settings(options)), file.name]
@@ -255,7 +257,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         options.hidden, options.layers = config["hidden_size"], config["num_hidden_layers"]
         options.experts = config.get("n_routed_experts", 0)
-    extra = others(folder, options) if options.others else {}
+    extra = others(folder, options)
     from speculators.data_generation import VllmHiddenStatesGenerator
 
     generator = VllmHiddenStatesGenerator(

@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="svg, png or pdf, by its name")
     parser.add_argument("--again", action="store_true", help="only the plot, of the JSON file that is there")
