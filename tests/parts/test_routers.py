@@ -17,13 +17,15 @@ from vllm_compat.extraction.reference import EMBEDDINGS, Reference
 from vllm_compat.extraction.repeats import SHARES, SLACK, Spread
 from vllm_compat.extraction.routers import find_routers, listening, otherwise, shaking
 
-# Name -> numbers of the layers that have experts. DeepSeek-V3 picks within groups and with a bias.
+# Name -> numbers of the layers that have experts. DeepSeek-V3 picks within groups and with a bias, ERNIE with a bias
+# outside of its gate.
 SPARSE = {
     "Mixtral": [0, 1, 2, 3],
     "Qwen3-MoE": [0, 1, 2, 3],
     "DeepSeek-V2": [1, 2, 3],
     "DeepSeek-V3": [1, 2, 3],
     "GLM-4-MoE": [1, 2, 3],
+    "ERNIE-4.5-MoE": [1, 2, 3],
     "gpt-oss": [0, 1, 2, 3],
     "Llama-4-text": [1, 3],
 }

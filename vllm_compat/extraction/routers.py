@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = ("gate", "router")  # how transformers' classes call them; `gate_proj`, `shared_expert_gate` are none
+_CORRECTION = "moe_statics"  # ERNIE 4.5's experts are picked by what this makes of the gate's scores (transformers 4)
 # What configurations call the number of experts, and how many of them a token gets.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PICKED = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
@@ -41,8 +42,9 @@ def find_routers(layers: torch.nn.ModuleList, config: Any) -> tuple[Router, ...]
         for name, module in layer.named_modules():
             owner, _, last = name.rpartition(".")
             if last in _NAMES and not any(part in _NAMES for part in owner.split(".")):
-                beside = getattr(layer.get_submodule(owner), "experts", None)
-                routers.append(Router(number, module, beside, experts, picked))
+                block = layer.get_submodule(owner)
+                corrected = getattr(block, _CORRECTION, module)
+                routers.append(Router(number, corrected, getattr(block, "experts", None), experts, picked))
     return tuple(routers)
 
 
