@@ -128,6 +128,7 @@ class Extraction:
                 "vllm_compat": str(status["version"]),
                 **status["consumers"][0]["versions"],
             },
+            model_runner=status["workers"][-1]["model_runner"],
             patches=[entry["patch"] for entry in status["patches"]],
         )
 

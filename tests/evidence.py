@@ -27,6 +27,7 @@ class Run:
     tensor_parallel: int
     dtype: str
     versions: Mapping[str, str]
+    model_runner: str  # vLLM's class
     rows: int = 0  # of all prompts and layers
     min_cosine: float = 1.0
     max_error: float = 0.0  # of one element
@@ -52,6 +53,7 @@ class Run:
             "device": self.device,
             "tensor_parallel": self.tensor_parallel,
             "dtype": self.dtype,
+            "model_runner": self.model_runner,
             "patches": sorted(self.patches),
             "rows": self.rows,
             "min_cosine": round(self.min_cosine, 6),
@@ -76,11 +78,12 @@ class Evidence:
         tensor_parallel: int,
         dtype: str,
         versions: Mapping[str, str],
+        model_runner: str,
         patches: Iterable[str],
     ) -> None:
         """Notes one comparison in which every row was right."""
-        run = self._runs.setdefault((device, tensor_parallel), Run(device, tensor_parallel, dtype, versions))
-        run.add(layers, patches)
+        new = Run(device, tensor_parallel, dtype, versions, model_runner)
+        self._runs.setdefault((device, tensor_parallel), new).add(layers, patches)
 
     def write(self) -> list[Path]:
         assert self.folder is not None

@@ -91,9 +91,14 @@ class HiddenStatesWorkerExtension:
             "inherited": [route for route, taken_in in taken if taken_in != pid],
             "version": vllm_compat.__version__,
             "patches": sorted(id for id, names in WORKER_SIDE.items() if all(_is_ours(self, name) for name in names)),
-            "worker": f"{type(self).__module__}.{type(self).__qualname__}",
+            "worker": _name(self),
+            "model_runner": _name(self.model_runner),  # type: ignore[attr-defined]
             "fingerprint": fingerprint(),
         }
+
+
+def _name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _is_ours(worker: Any, name: str) -> bool:

@@ -19,6 +19,7 @@ PARTS = {
     "versions": dict.fromkeys(VERSIONS, "1.2.3") | {"vllm": "0.16.0+cpu", "more": "not told"},
     "device": "cpu",
     "dtype": "torch.bfloat16",
+    "model_runner": "vllm.v1.worker.cpu_model_runner.CPUModelRunner",
 }
 
 

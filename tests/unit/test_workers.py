@@ -186,7 +186,7 @@ def test_other_workers_are_refused_and_ended(build: Any, differences: Any, text:
 EXTENSION = """
 import json, sys
 import vllm_compat.patches.worker.extension as extension
-class Base: rank = 3
+class Base: rank, model_runner = 3, object()
 class Worker(Base, extension.HiddenStatesWorkerExtension): pass
 class Covered(Worker):
     def _reset_capture(self, call): pass
@@ -206,6 +206,7 @@ def test_a_worker_reports_what_it_has(tmp_path: Path) -> None:
     assert by_class["patches"] == sorted(set(WORKER_SIDE) - {"capture"})
     assert by_attribute["patches"] == sorted(set(WORKER_SIDE) - {"devices"})
     assert (report["rank"], report["worker"], report["inherited"]) == (3, "__main__.Worker", [])
+    assert report["model_runner"] == "builtins.object"
     assert report["routes"][-2:] == ["import", "worker extension"]
     assert (report["version"], report["fingerprint"]) == (vllm_compat.__version__, fingerprint())
 
