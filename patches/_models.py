@@ -58,6 +58,8 @@ BIAS_ON_CPU = (
 )
 # Those whose bias stands beside a plain softmax over all experts; in groups of experts the CPU build does read it.
 BIAS_OF_EXPERTS = frozenset({"Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"})
+# gpt_oss.py, 0.11.0 to 0.33; as published every other layer slides, the first one too.
+EVERY_OTHER_SLIDES = "its layer_types are not what vLLM runs: there every other layer slides, from the first one on"
 FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
 
 # vllm/model_executor/models/deepseek_v2.py and openpangu.py (0.16.0): the stream is divided by routed_scaling_factor.
@@ -106,11 +108,20 @@ def refusal(architecture: str, text: Mapping[str, Any], *, dtype: str | None, on
         return DOTS1
     if scaled and dtype == "float16" and architecture in SCALED_IN_FLOAT16:
         return FLOAT16
+    if architecture == "GptOssForCausalLM" and text.get("sliding_window") and not _every_other_slides(text):
+        return EVERY_OTHER_SLIDES
     if on_cpu and architecture in BIAS_OF_EXPERTS:
         return BIAS_ON_CPU
     if on_cpu and turned_by_the_kernel(text):
         return LATENT_ON_CPU
     return None
+
+
+def _every_other_slides(text: Mapping[str, Any]) -> bool:
+    kinds = text.get("layer_types")  # without any, transformers takes every other layer, too
+    if not isinstance(kinds, list):
+        return True
+    return all(kind == ("full_attention" if number % 2 else "sliding_attention") for number, kind in enumerate(kinds))
 
 
 def turned_by_the_kernel(text: Mapping[str, Any]) -> bool:

@@ -34,6 +34,7 @@ _MULTIMODAL_MODELS = {"SeeForConditionalGeneration": ("see", "See")}
 _TRANSFORMERS_SUPPORTED_MODELS = {"SmolLM3ForCausalLM": ("transformers", "TransformersForCausalLM")}
 _VLLM_MODELS = {**_TEXT_GENERATION_MODELS}
 """
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 
 
@@ -335,6 +336,11 @@ def test_ranks_with_one_stream_are_fine() -> None:
         ("Exaone4ForCausalLM", {}, False, "must not be added"),
         ("Dots1ForCausalLM", {"routed_scaling_factor": 2.5}, False, "shared experts"),
         ("Dots1ForCausalLM", {"routed_scaling_factor": 1.0}, False, None),
+        ("GptOssForCausalLM", {"sliding_window": 128, "layer_types": [FULL, SLIDING]}, False, "every other layer"),
+        ("GptOssForCausalLM", {"sliding_window": 128, "layer_types": [SLIDING] * 2}, False, "every other layer"),
+        ("GptOssForCausalLM", {"sliding_window": 128, "layer_types": [SLIDING, FULL] * 2}, False, None),
+        ("GptOssForCausalLM", {"sliding_window": 128}, False, None),
+        ("GptOssForCausalLM", {"sliding_window": None, "layer_types": [FULL] * 2}, False, None),
         ("Ernie4_5_MoeForCausalLM", {}, True, "e_score_correction_bias"),
         ("Ernie4_5_MoeForCausalLM", {}, False, None),
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, True, "YaRN"),
