@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from typing import Any
+from weakref import WeakKeyDictionary
 
 # More are faster in most calls and slower over all, because each copy waits for its slowest thread. Twelve calls of
 # 131 MB on 32 cores of a shared host: 8 threads took 4.7 to 8.2 ms, 16 took 3.4 to 4.5 and once 73.
 MOST_THREADS = 8
-# <malloc.h> of glibc: what is freed at the heap's end and kept (-1: whatever there is), from which size on a piece is
-# mapped from the system, and how many such pieces there may be, which is what glibc begins with.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
-KEEP_ALL, LARGEST_FROM_HEAP, MOST_MAPPED = -1, 32 * 2**20, 65536  # the second is the largest that it takes
+# <malloc.h> of glibc, and the largest value that it takes for the second (DEFAULT_MMAP_THRESHOLD_MAX).
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20
 MARGIN = 2 * LARGEST_FROM_HEAP  # of what else is free beside the results
+_kept: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # bytes, for each executor that lives
 
 
 def copying_threads(own: int, workers: int) -> int:
@@ -29,31 +30,33 @@ def copying_threads(own: int, workers: int) -> int:
     return max(1, min(own, cores - workers - 1, MOST_THREADS))
 
 
-def keep_freed_memory(size: int) -> None:
-    """Let malloc keep ``size`` bytes that were freed, and some more, for the next call's results.
+def keep_freed_memory(executor: Any, size: int) -> None:
+    """Let malloc keep ``size`` bytes that were freed, and some more, for the results of this executor's next call.
 
-    Else it gives them back to the system and takes them again page by page, which takes longer than the copy (with
-    prompts of 120 MB a layer: 1.6 GB/s instead of 27). It takes an int: of two gigabytes on it keeps all.
+    Else it gives them back to the system and takes them again page by page, which takes longer than the copy.
+
+    Pieces of more than 32 MB (a long prompt's rows of a layer) come from the system all the same. malloc would take
+    these from the heap, too (M_MMAP_MAX), and they would be copied faster by far; but with small pieces between that
+    outlive them, the heap grew without end where it had been steady: 1000 calls of up to 2 GB took 21 GB.
     """
+    _kept[executor] = size
+    _set_what_is_kept()
+
+
+def give_back_freed_memory(executor: Any) -> None:
+    """No call of this executor is to come. Of the last one's memory nothing is kept; then what glibc itself would keep
+    after freeing its largest piece from the heap is enough."""
+    if _kept.pop(executor, None) is not None:
+        _set_what_is_kept()
+
+
+def _set_what_is_kept() -> None:
     libc = _glibc()
-    if libc is not None:
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
-        libc.mallopt(M_TRIM_THRESHOLD, size + MARGIN if size + MARGIN < 2**31 else KEEP_ALL)
-
-
-def take_large_pieces_from(*, heap: bool) -> None:
-    """Where pieces of more than ``LARGEST_FROM_HEAP`` come from; the heap only while results are made, since what
-    others free there stays with this process."""
-    libc = _glibc()
-    if libc is not None:
-        libc.mallopt(M_MMAP_MAX, 0 if heap else MOST_MAPPED)
-
-
-def give_back_freed_memory() -> None:
-    """No call is to come: what glibc itself would keep after freeing its largest piece from the heap is enough."""
-    libc = _glibc()
-    if libc is not None:
-        libc.mallopt(M_TRIM_THRESHOLD, MARGIN)
+    if libc is None:
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_FROM_HEAP)
+    libc.mallopt(M_TRIM_THRESHOLD, min(sum(_kept.values()) + MARGIN, 2**31 - 1))
+    if not _kept:
         libc.malloc_trim(0)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable
 from typing import Any
 
-from vllm_compat.patches._host import give_back_freed_memory, keep_freed_memory, take_large_pieces_from
+from vllm_compat.patches._host import give_back_freed_memory, keep_freed_memory
 from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.registry import Patch, Rebind, Shape
@@ -42,8 +40,7 @@ def sharing_executor(original: type) -> type:
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
             if description["bytes"] > self._largest:
                 self._largest = description["bytes"]
-                keep_freed_memory(self._largest)
-            take_large_pieces_from(heap=True)  # the consumer clones each prompt's rows as soon as it has this
+                keep_freed_memory(self, self._largest)
             if self._can_map:
                 try:
                     if description["fd"] is None:
@@ -65,8 +62,7 @@ def sharing_executor(original: type) -> type:
             """The workers' memory goes when they do, not when the last reference to this executor does."""
             super().shutdown()
             self._mapped = None
-            if self._largest:
-                give_back_freed_memory()
+            give_back_freed_memory(self)
 
         def _map(self, pid: int, fd: int, size: int) -> mmap.mmap:
             """Map the worker's anonymous file through its descriptor: it has no name to guess or to leave behind."""
@@ -85,17 +81,6 @@ def sharing_executor(original: type) -> type:
     return SharingExecutor
 
 
-def tidy_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            take_large_pieces_from(heap=False)
-
-    return generate
-
-
 def rows_in(memory: mmap.mmap, shape: tuple[int, int, int], dtype: str) -> list[Any]:
     import torch
 
@@ -109,10 +94,7 @@ PATCH = Patch(
     ranges={"speculators": CONSUMER, "vllm": ">=0.11.0"},
     after=("two-phase-execution",),
     needs=("capture",),
-    targets=(
-        Rebind(module=GENERATOR, name="MultiprocExecutor", make=sharing_executor),
-        Rebind(module=GENERATOR, name="VllmHiddenStatesGenerator.generate", make=tidy_generate),
-    ),
+    targets=(Rebind(module=GENERATOR, name="MultiprocExecutor", make=sharing_executor),),
     shapes=(
         Shape(
             module="vllm.v1.executor.multiproc_executor",

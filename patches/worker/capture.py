@@ -212,7 +212,7 @@ class Capture:
         return self._host.description() | {"call": self._call["call"], "warnings": warnings}
 
     def _check_positions(self, book: CallBook) -> None:
-        """Raises RuntimeError: Model Runner V2's forward pass was given other positions than the scheduler sent."""
+        """Raises RuntimeError: Model Runner V2's batch was at other positions than the scheduler sent."""
         import torch
 
         given = self._copies.positions()

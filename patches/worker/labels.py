@@ -71,7 +71,7 @@ def step_labels(runner: Any, scheduler_output: Any, batch: Any = None) -> list[L
     The order is the runner's: it may differ from the scheduler's, because new requests take the slots of finished ones,
     attention backends reorder, and V2 sorts. Counts are checked against what the scheduler sent, and V1's positions.
     V2 has its own on the device only, where asking for them now would wait for it: the positions here are the
-    scheduler's, and those that the forward pass was given, ``batch.positions``, are for the caller to compare.
+    scheduler's, and ``batch.positions``, which vLLM made of its own books, are for the caller to compare.
 
     Args:
         batch: what V2 made for this step.

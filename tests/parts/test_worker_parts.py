@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_compat.patches import hand_over
 from vllm_compat.patches.hand_over import rows_in
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.patches.worker.labels import Label, check_runner, step_labels
@@ -328,43 +326,3 @@ def test_a_rotary_kernel_that_is_wrong_is_seen_in_a_warm_up_of_zeros(good: bool)
     else:
         with pytest.raises(ValueError, match="vLLM's rotary kernel on this device does not turn"):
             meaning.check()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_large_pieces_come_from_the_heap_while_the_consumer_clones_only(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(hand_over, "take_large_pieces_from", lambda *, heap: told.append(heap))
-    monkeypatch.setattr(hand_over, "keep_freed_memory", lambda size: None)
-    memory = HostMemory(1 << 16)
-    description = {
-        "warnings": [],
-        "call": 1,
-        "bytes": memory.size,
-        "fd": memory.fd,
-        "why_not_shared": None,
-        "pid": os.getpid(),
-        "shape": (1, 4, 8),
-        "dtype": "float32",
-    }
-
-    class Executor:
-        call_number = 1
-
-        def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-            assert not told
-            return description
-
-    def generate() -> Any:
-        executor = hand_over.sharing_executor(Executor)()
-        (rows,) = executor.collective_rpc("_get_captured_states", unique_reply_rank=0)
-        assert told == [True]
-        if fails:
-            raise MemoryError
-        return rows.clone()
-
-    with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
-        assert hand_over.tidy_generate(generate)().shape == (4, 8)
-    assert told == [True, False]
-    memory.close()

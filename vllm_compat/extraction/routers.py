@@ -18,7 +18,7 @@ _NAMES = ("gate", "router")  # how transformers' classes call them; `gate_proj`,
 _CORRECTION = "moe_statics"  # ERNIE 4.5's experts are picked by what this makes of the gate's scores (transformers 4)
 # What configurations call the number of experts, and how many of them a token gets.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PICKED = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+_PICKED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
