@@ -43,6 +43,7 @@ def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path], e
     assert verdict["largest_batch"] > 8192
     assert [layer["layer_id"] for layer in verdict["layers"]] == verdict["layer_ids"] == [2, 4, 5, 7]
     assert verdict["margin"] > 0.2
+    assert verdict["model_runner"].endswith("ModelRunner")
     for layer in verdict["layers"]:
         assert layer["rows"] == verdict["tokens"]
         assert layer["min_cosine"] > 0.99
@@ -54,6 +55,7 @@ def test_defaults_as_json(made: tuple[subprocess.CompletedProcess[str], Path], e
         tensor_parallel=verdict["tensor_parallel_size"],
         dtype=verdict["dtype"],
         versions=verdict["versions"],
+        model_runner=verdict["model_runner"],
         patches=verdict["patches"],
     )
 

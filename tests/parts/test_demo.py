@@ -132,6 +132,7 @@ def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> demo.Verdic
         tensor_parallel_size=2,
         patches=("reply-shape", "workers"),
         workers=2,
+        model_runner="vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         layer_ids=(3,),
         samples=2,
         tokens=20,

@@ -82,6 +82,7 @@ class Verdict:
     tensor_parallel_size: int
     patches: tuple[str, ...]  # ids of the patches applied in this process
     workers: int  # worker processes that proved to run the same files
+    model_runner: str | None  # vLLM's class, if any has
     layer_ids: tuple[int, ...]
     samples: int
     tokens: int
@@ -111,6 +112,7 @@ class Verdict:
             "tensor_parallel_size": self.tensor_parallel_size,
             "patches": list(self.patches),
             "workers": self.workers,
+            "model_runner": self.model_runner,
             "layer_ids": list(self.layer_ids),
             "samples": self.samples,
             "tokens": self.tokens,
@@ -234,6 +236,7 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
         tensor_parallel_size=options.tensor_parallel_size,
         patches=_applied(status),
         workers=len(status["workers"]),
+        model_runner=next((report["model_runner"] for report in status["workers"]), None),
         layer_ids=layer_ids,
         samples=len(prompts),
         tokens=tokens,
