@@ -16,7 +16,7 @@ MOST_THREADS = 8
 # <malloc.h> of glibc, and the largest value that it takes for the second (DEFAULT_MMAP_THRESHOLD_MAX).
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, LARGEST_FROM_HEAP = -1, -3, 32 * 2**20
 MARGIN = 2 * LARGEST_FROM_HEAP  # of what else is free beside the results
-_kept: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # bytes, for each executor that lives
+_kept: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # bytes of its largest call, for each executor that lives
 
 
 def copying_threads(own: int, workers: int) -> int:
@@ -31,7 +31,7 @@ def copying_threads(own: int, workers: int) -> int:
 
 
 def keep_freed_memory(executor: Any, size: int) -> None:
-    """Let malloc keep ``size`` bytes that were freed, and some more, for the results of this executor's next call.
+    """Let malloc keep as many freed bytes as its largest call's ``size``, and some more, for this executor's next call.
 
     Else it gives them back to the system and takes them again page by page, which takes longer than the copy.
 
@@ -39,8 +39,9 @@ def keep_freed_memory(executor: Any, size: int) -> None:
     these from the heap, too (M_MMAP_MAX), and they would be copied faster by far; but with small pieces between that
     outlive them, the heap grew without end where it had been steady: 1000 calls of up to 2 GB took 21 GB.
     """
-    _kept[executor] = size
-    _set_what_is_kept()
+    if size > _kept.get(executor, 0):
+        _kept[executor] = size
+        _set_what_is_kept()
 
 
 def give_back_freed_memory(executor: Any) -> None:

@@ -21,7 +21,6 @@ def sharing_executor(original: type) -> type:
         understands_descriptions = True
         _can_map = True
         _mapped: tuple[tuple[int, int, int], mmap.mmap] | None = None
-        _largest = 0  # bytes of a call's results
 
         def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
             reply = super().collective_rpc(method, *args, **kwargs)
@@ -38,9 +37,7 @@ def sharing_executor(original: type) -> type:
             if description["call"] != self.call_number:
                 self.out_of_step = f"a reply to call {description['call']} came in call {self.call_number}"
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
-            if description["bytes"] > self._largest:
-                self._largest = description["bytes"]
-                keep_freed_memory(self, self._largest)
+            keep_freed_memory(self, description["bytes"])
             if self._can_map:
                 try:
                     if description["fd"] is None:

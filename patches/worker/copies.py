@@ -42,24 +42,16 @@ class Copies:
         import torch
 
         smallest, largest = torch.aminmax(rows, dim=-1)  # a NaN in the row makes both NaN
-        for source, target, count in spans:
-            self._low[layer, target : target + count] = smallest[source : source + count]
-            self._high[layer, target : target + count] = largest[source : source + count]
+        _place(smallest, spans, self._low[layer])
+        _place(largest, spans, self._high[layer])
+        assert self._host.rows is not None
         if self._stream is None:
-            self._copy(layer, rows, spans)
+            _place(rows, spans, self._host.rows[layer])
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy(layer, rows, spans)
+            _place(rows, spans, self._host.rows[layer], non_blocking=True)
         rows.record_stream(self._stream)
-
-    def _copy(self, layer: int, rows: torch.Tensor, spans: Sequence[Span]) -> None:
-        assert self._host.rows is not None
-        target = self._host.rows[layer]
-        for span in spans:
-            target[span.target : span.target + span.count].copy_(
-                rows[span.source : span.source + span.count], non_blocking=self._stream is not None
-            )
 
     def note_positions(self, positions: torch.Tensor, spans: Sequence[Span]) -> None:
         """positions: those of a step's rows ``[tokens or more]``, which the runner will write over in the next step."""
@@ -68,8 +60,7 @@ class Copies:
         assert self._host.rows is not None
         if self._positions is None:
             self._positions = torch.full(self._host.rows.shape[1:2], -1, device=positions.device)
-        for source, target, count in spans:
-            self._positions[target : target + count] = positions[source : source + count]
+        _place(positions, spans, self._positions)
 
     def positions(self) -> torch.Tensor | None:
         """Those noted in this call, of each row ``[tokens]``, on the CPU."""
@@ -79,3 +70,9 @@ class Copies:
         """Wait for the copies; the smallest and the largest value of each row ``[layers, tokens]``, on the CPU."""
         self.wait()
         return self._low.cpu(), self._high.cpu()
+
+
+def _place(values: torch.Tensor, spans: Sequence[Span], into: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """What a step has for each of its tokens goes to the tokens' places in the call."""
+    for source, target, count in spans:
+        into[target : target + count].copy_(values[source : source + count], non_blocking=non_blocking)

@@ -13,6 +13,7 @@ import vllm_compat
 from _vllm_compat_startup import finder
 from vllm_compat.patches.worker.capture import Capture
 from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
+from vllm_compat.patches.worker.labels import class_name
 from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.memory import memory_report
 
@@ -91,14 +92,10 @@ class HiddenStatesWorkerExtension:
             "inherited": [route for route, taken_in in taken if taken_in != pid],
             "version": vllm_compat.__version__,
             "patches": sorted(id for id, names in WORKER_SIDE.items() if all(_is_ours(self, name) for name in names)),
-            "worker": _name(self),
-            "model_runner": _name(self.model_runner),  # type: ignore[attr-defined]
+            "worker": class_name(self),
+            "model_runner": class_name(self.model_runner),  # type: ignore[attr-defined]
             "fingerprint": fingerprint(),
         }
-
-
-def _name(thing: Any) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
 def _is_ours(worker: Any, name: str) -> bool:

@@ -24,11 +24,15 @@ class Label(NamedTuple):
 V2_BATCH = ("req_ids", "query_start_loc_np", "positions")
 
 
+def class_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
 def check_runner(runner: Any) -> None:
     """Raises ValueError: the batch of this model runner is not one that ``step_labels`` understands."""
     if not _is_v1(runner) and not _is_v2(runner):
         raise ValueError(
-            f"vllm_compat: model runner {type(runner).__module__}.{type(runner).__name__} has no input_batch with "
+            f"vllm_compat: model runner {class_name(runner)} has no input_batch with "
             "req_ids, and no prepare_inputs that makes one we know; its order of rows is unknown. If this is Model "
             "Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
         )
@@ -86,8 +90,7 @@ def step_labels(runner: Any, scheduler_output: Any, batch: Any = None) -> list[L
         labels = _v2_labels(batch, sent)
     else:
         raise RuntimeError(
-            f"vllm_compat: {type(runner).__module__}.{type(runner).__name__} ran the model without prepare_inputs; the "
-            "order of its rows is unknown"
+            f"vllm_compat: {class_name(runner)} ran the model without prepare_inputs; the order of its rows is unknown"
         )
     ids = sorted(label.request_id for label in labels)
     if ids != sorted(scheduled):
