@@ -13,6 +13,7 @@ SHOWN = frozenset(
     {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
+        "Ernie4_5_MoeForCausalLM",
         "GPTNeoXForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",

@@ -50,13 +50,18 @@ def shown(release: str) -> list[dict[str, Any]]:
 def table() -> str:
     found = sorted(records(), key=lambda each: (_key(each[1]["vllm"]), each[1]["speculators"], each[0]))
     lines = [_line(COLUMNS), _line(["---"] * len(COLUMNS)), *(_row(file, record) for file, record in found)]
+    lines += ["", "On a GPU only:", "", *_reasons("gpu")]
+    lines += ["", "Without a record of a real run; `tox -e contract` reads their source:", "", *_reasons("contract")]
+    return "\n".join(lines)
+
+
+def _reasons(kind: str) -> list[str]:
+    """A line for each reason that the list of releases gives under this key."""
     reasons: dict[str, list[str]] = {}
     for release, entry in releases().items():
-        if "contract" in entry:
-            reasons.setdefault(entry["contract"], []).append(release)
-    lines += ["", "Without a record of a real run; `tox -e contract` reads their source:", ""]
-    lines += [f"- vLLM {', '.join(which)}: {why}" for why, which in reasons.items()]
-    return "\n".join(lines)
+        if kind in entry:
+            reasons.setdefault(entry[kind], []).append(release)
+    return [f"- vLLM {', '.join(which)}: {why}" for why, which in reasons.items()]
 
 
 def _key(version: str) -> tuple[int, ...]:
