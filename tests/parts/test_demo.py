@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from vllm_compat.extraction import demo
+from vllm_compat.extraction import demo, demo_files
 from vllm_compat.extraction.compare import LayerReport, Report
+from vllm_compat.extraction.demo_verdict import Verdict
 
 
 class Samples:
@@ -62,7 +63,7 @@ def test_files_have_the_format_of_the_official_script(tmp_path: Path) -> None:
     import torch
 
     samples, generator = Samples([5, 9, 12, 7, 3]), Generator(longest=9)
-    batches, seconds = demo._extract(generator, samples, 2, tmp_path / "out")
+    batches, seconds = demo_files.extract(generator, samples, 2, tmp_path / "out")
     assert generator.calls == [2, 2, 1]
     assert batches == [14, 16, 3]
     assert seconds > 0
@@ -74,7 +75,7 @@ def test_files_have_the_format_of_the_official_script(tmp_path: Path) -> None:
     assert [layer.shape for layer in sample["hidden_states"]] == [(9, 4)] * 2
     assert all(layer.is_contiguous() for layer in sample["hidden_states"])
 
-    prompts, states, problems = demo._read_back(tmp_path / "out", samples, 10, 2, "torch.bfloat16")
+    prompts, states, problems = demo_files.read_back(tmp_path / "out", samples, 10, 2, "torch.bfloat16")
     assert problems == []
     assert [len(prompt) for prompt in prompts] == [len(layers[0]) for layers in states] == [5, 9, 9, 7, 3]
 
@@ -84,7 +85,7 @@ def test_what_is_wrong_with_files_is_found(tmp_path: Path) -> None:
 
     samples = Samples([5, 5, 5, 5, 5, 5])
     out = tmp_path / "out"
-    demo._extract(Generator(longest=9), samples, 6, out)
+    demo_files.extract(Generator(longest=9), samples, 6, out)
     good = [torch.load(out / f"data_{number}.pt", weights_only=True) for number in range(6)]
     torch.save(good[1], out / "data_0.pt")
     torch.save({**good[1], "loss_mask": good[1]["loss_mask"][:-1]}, out / "data_1.pt")
@@ -92,7 +93,7 @@ def test_what_is_wrong_with_files_is_found(tmp_path: Path) -> None:
     torch.save({**good[3], "hidden_states": [x.float() for x in good[3]["hidden_states"]]}, out / "data_3.pt")
     torch.save({"input_ids": good[4]["input_ids"]}, out / "data_4.pt")
     (out / "data_5.pt").rename(out / "data_6.pt")
-    prompts, states, problems = demo._read_back(out, samples, 10, 2, "torch.bfloat16")
+    prompts, states, problems = demo_files.read_back(out, samples, 10, 2, "torch.bfloat16")
     assert problems == [
         "missing or unexpected files: data_5.pt, data_6.pt",
         "data_0.pt: input_ids are not those of sample 0",
@@ -106,7 +107,7 @@ def test_what_is_wrong_with_files_is_found(tmp_path: Path) -> None:
     assert states[4] == states[5] == []
 
 
-def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> demo.Verdict:
+def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> Verdict:
     layer = LayerReport(
         layer_id=3,
         rows=20,
@@ -125,7 +126,7 @@ def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> demo.Verdic
         excused=0,
         allowed=0.06,
     )
-    return demo.Verdict(
+    return Verdict(
         versions={"vllm": "0.16.0"},
         device="cpu",
         dtype="torch.bfloat16",
@@ -151,7 +152,7 @@ def _verdict(*problems: str, file_problems: tuple[str, ...] = ()) -> demo.Verdic
 )
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_exit_code_and_the_output_follow_the_verdict(
-    verdict: demo.Verdict,
+    verdict: Verdict,
     code: int,
     as_json: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,7 +193,7 @@ def test_json_has_no_nan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_what_stops_the_run_is_the_answer(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(options: demo.Options) -> demo.Verdict:
+    def stop(options: demo.Options) -> Verdict:
         raise RuntimeError("worker died")
 
     monkeypatch.setattr(demo, "run", stop)
@@ -208,7 +209,7 @@ def test_what_stops_the_run_is_the_answer(
 def test_arguments_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[demo.Options] = []
 
-    def note(options: demo.Options) -> demo.Verdict:
+    def note(options: demo.Options) -> Verdict:
         seen.append(options)
         return _verdict()
 

@@ -22,14 +22,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from vllm_compat.extraction import kernels, tiny
-from vllm_compat.extraction.compare import Report, compare
+from vllm_compat.extraction.compare import compare
+from vllm_compat.extraction.demo_files import extract, read_back, write_config
+from vllm_compat.extraction.demo_verdict import Verdict
 from vllm_compat.extraction.reference import reference_states
 from vllm_compat.extraction.streams import say, stdout_to_stderr
 
@@ -37,7 +38,6 @@ MODEL_LAYERS = 8  # with fewer, the consumer's automatic choice of four layers n
 # The CPU build of vLLM computes float32 checkpoints in bfloat16 anyway (dtype "auto"); saying so in the
 # checkpoint makes every device compute the same and the reference comparable.
 MODEL_DTYPE = "bfloat16"
-SAVING_THREADS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,86 +70,6 @@ class Options:
             )
         if self.output_dir is not None and self.output_dir.exists() and any(self.output_dir.iterdir()):
             raise ValueError(f"{self.output_dir} is not empty: name a folder that is new or empty")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What happened. `ok` is the whole answer; `problems` says everything that is wrong."""
-
-    versions: Mapping[str, str]
-    device: str
-    dtype: str
-    tensor_parallel_size: int
-    patches: tuple[str, ...]  # ids of the patches applied in this process
-    workers: int  # worker processes that proved to run the same files
-    model_runner: str | None  # vLLM's class, if any has
-    layer_ids: tuple[int, ...]
-    samples: int
-    tokens: int
-    largest_batch: int  # tokens of the largest call of `generate`
-    seconds: Mapping[str, float]  # by stage
-    tokens_per_second: float  # within the calls of `generate`
-    report: Report
-    file_problems: tuple[str, ...]
-    folder: str | None  # where the files are, if they were kept
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return self.file_problems + self.report.problems
-
-    @property
-    def ok(self) -> bool:
-        return not self.problems
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain types only; `schema` counts up when a field changes its meaning."""
-        return {
-            "schema": 1,
-            "ok": self.ok,
-            "versions": dict(self.versions),
-            "device": self.device,
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "patches": list(self.patches),
-            "workers": self.workers,
-            "model_runner": self.model_runner,
-            "layer_ids": list(self.layer_ids),
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "largest_batch": self.largest_batch,
-            "seconds": {stage: round(seconds, 3) for stage, seconds in self.seconds.items()},
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "margin": self.report.margin,
-            "layers": self.report.as_dict()["layers"],
-            "problems": list(self.problems),
-            "folder": self.folder,
-        }
-
-    def as_text(self) -> str:
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        margin = self.report.margin
-        lines = [
-            f"versions   {versions}",
-            f"ran on     {self.device}, tensor parallel {self.tensor_parallel_size}, {self.dtype}",
-            f"patches    {len(self.patches)} applied: {', '.join(self.patches) or 'none'}",
-            f"workers    {self.workers} proved to run the same vllm_compat",
-            f"samples    {self.samples} with {self.tokens} tokens, at most {self.largest_batch} in one call",
-            f"speed      {self.tokens_per_second:.0f} tokens/s (a tiny model: no real one is as fast)",
-            "compared   every row read back from the files with Hugging Face's forward of its prompt alone",
-            "",
-            self.report.as_text(),
-            *(f"problem: {problem}" for problem in self.file_problems),
-            "",
-        ]
-        if margin is not None:
-            lines.append(f"Worst margin {margin:.3f}: 1 is perfect, at 0 a row fits a wrong place as well as its own.")
-        if self.folder is not None:
-            lines.append(f"Files kept in {self.folder}")
-        if self.ok:
-            lines.append("OK: every row belongs to its prompt, its position and its layer.")
-        else:
-            lines.append(f"FAILED: {len(self.problems)} problem(s), see above. Do not train on such data.")
-        return "\n".join(lines)
 
 
 def run(options: Options) -> Verdict:
@@ -213,15 +133,15 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
         dtype = str(generator.vllm_config.model_config.dtype)
         status = vllm_compat.status()
         with stages(f"extracting layers {', '.join(map(str, layer_ids))}"):
-            batches, extracting = _extract(generator, dataset, options.batch_size, out)
-            _write_config(generator, options, len(dataset), data, folder, out)
+            batches, extracting = extract(generator, dataset, options.batch_size, out)
+            write_config(generator, options.seq_length, len(dataset), data, folder / "cache", out)
     finally:
         # Ends the workers now: they would otherwise compute beside the reference.
         del generator
         gc.collect()
 
     with stages("comparing with Hugging Face, one prompt at a time"):
-        prompts, states, file_problems = _read_back(out, dataset, options.seq_length, len(layer_ids), dtype)
+        prompts, states, file_problems = read_back(out, dataset, options.seq_length, len(layer_ids), dtype)
         import torch
 
         runtime_dtype = getattr(torch, dtype.removeprefix("torch."))
@@ -273,96 +193,6 @@ def _prepare(options: Options) -> str:
             # Otherwise vLLM wants a NUMA node for each worker, which small machines have not.
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return device
-
-
-def _extract(generator: Any, dataset: Any, batch_size: int, out: Path) -> tuple[list[int], float]:
-    """Run the generator over `dataset` and write `out/data_N.pt` in the format of the consumer's own script.
-
-    Each file is a dict of `input_ids` (long [tokens]), `hidden_states` (a list with a contiguous
-    [tokens, hidden] per layer) and `loss_mask` (long [tokens]). Returns the tokens of each call and the
-    seconds spent in all of them.
-    """
-    import torch
-
-    out.mkdir()
-    batches, seconds, written = [], 0.0, []
-    with ThreadPoolExecutor(max_workers=SAVING_THREADS) as saving:
-        for start in range(0, len(dataset), batch_size):
-            batch = dataset[start : start + batch_size]
-            before = time.perf_counter()
-            results = generator.generate(batch["input_ids"])
-            seconds += time.perf_counter() - before
-            batches.append(sum(len(result["input_ids"]) for result in results))
-            for number, result in enumerate(results):
-                sample = {
-                    "input_ids": result["input_ids"],
-                    "hidden_states": [layer.contiguous() for layer in result["hidden_states"]],
-                    # The generator leaves room for one more token; the mask follows the ids.
-                    "loss_mask": batch["loss_mask"][number][: len(result["input_ids"])],
-                }
-                written.append(saving.submit(torch.save, sample, out / f"data_{start + number}.pt"))
-            say(f"      {min(start + batch_size, len(dataset))}/{len(dataset)} samples")
-        for future in written:
-            future.result()
-    return batches, seconds
-
-
-def _write_config(generator: Any, options: Options, samples: int, data: Path, folder: Path, out: Path) -> None:
-    """Write `data_config.json` through the consumer's own class, as its script does."""
-    from speculators.data_generation.config_generator import DataGenerationConfig
-
-    config = DataGenerationConfig.from_generator(
-        generator=generator,
-        train_data_path=str(data),
-        seq_length=options.seq_length,
-        cache_dir=str(folder / "cache"),
-        num_samples=samples,
-    )
-    (out / "data_config.json").write_text(json.dumps(config.to_dict(), indent=2), encoding="utf-8")
-
-
-def _read_back(
-    out: Path, dataset: Any, seq_length: int, layers: int, dtype: str
-) -> tuple[list[list[int]], list[list[Any]], list[str]]:
-    """The prompts that went in, the states that the files hold for them, and what is wrong with the files.
-
-    The prompts are taken from the data set, not from the files: a file with another prompt's ids and states
-    would agree with itself.
-    """
-    import torch
-
-    prompts: list[list[int]] = []
-    states: list[list[Any]] = []
-    problems = []
-    found = {path.name for path in out.glob("*.pt")}
-    expected = {f"data_{number}.pt" for number in range(len(dataset))}
-    if found != expected:
-        problems.append(f"missing or unexpected files: {', '.join(sorted(found ^ expected))}")
-    for number in range(len(dataset)):
-        name, row = f"data_{number}.pt", dataset[number]
-        prompt = row["input_ids"][: seq_length - 1]
-        prompts.append(prompt.tolist())
-        states.append([])
-        if name not in found:
-            continue
-        sample = torch.load(out / name, weights_only=True)
-        if set(sample) != {"input_ids", "hidden_states", "loss_mask"}:
-            problems.append(f"{name} has the keys {sorted(sample)}")
-            continue
-        states[-1] = sample["hidden_states"]
-        if not torch.equal(sample["input_ids"], prompt):
-            problems.append(f"{name}: input_ids are not those of sample {number}")
-        if not torch.equal(sample["loss_mask"], row["loss_mask"][: len(prompt)]):
-            problems.append(f"{name}: loss_mask is not that of sample {number}")
-        dtypes = sorted({str(layer.dtype) for layer in sample["hidden_states"]})
-        if len(sample["hidden_states"]) != layers or dtypes != [dtype]:
-            problems.append(
-                f"{name}: {len(sample['hidden_states'])} layers of {', '.join(dtypes) or 'nothing'}, "
-                f"expected {layers} of {dtype}"
-            )
-        if not all(layer.is_contiguous() for layer in sample["hidden_states"]):
-            problems.append(f"{name}: a layer is not contiguous")
-    return prompts, states, problems
 
 
 def _versions(status: Mapping[str, Any]) -> dict[str, str]:
