@@ -85,18 +85,20 @@ def test_prefix_caching_switched_on_still_computes_every_row(model: Path, extrac
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CacheConfig", cache_switched_on)
-        extraction = extract(model, [0, 3, 5], max_model_len=512)
-    assert extraction.generator.vllm_config.cache_config.enable_prefix_caching
+        extraction = extract(model, [0, 3, 5], max_model_len=1024)
+    cache = extraction.generator.vllm_config.cache_config
+    assert cache.enable_prefix_caching
     hashed = []
     add = extraction.generator.scheduler.add_request
     extraction.generator.scheduler.add_request = lambda request: (
         hashed.append(len(request.block_hashes)),
         add(request),
     )
-    shared, a, b, c = prompts_of(64, 30, 41, 7)
+    shared, *ends = prompts_of(4 * cache.block_size, 30, 41, 7)
+    prompts = [shared + end for end in ends]
     for _ in range(3):
-        extraction.check([shared + a, shared + b, shared + c])
-    assert hashed == [94 // 16, 105 // 16, 71 // 16] * 3
+        extraction.check(prompts)
+    assert hashed == [len(prompt) // cache.block_size for prompt in prompts] * 3
     pool = extraction.generator.scheduler.kv_cache_manager.block_pool
     assert len(pool.cached_block_hash_to_block._cache) > 0, "the cache was never filled: this test shows nothing"
 
