@@ -70,6 +70,10 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                     if self.scheduler.requests:  # left by a call that vllm_compat did not see
                         self.scheduler.abort_all()
                     results = original(self, prompts)
+                    # A rank whose reply nobody waits for may have failed after its part of the rows (while sampling),
+                    # and gone into the next step from a state of its own.
+                    if first := self.executor.first_error():
+                        raise RuntimeError(f"vllm_compat: a worker failed: {first}")
                     _check_results(self, cut, results)
                 except BaseException as error:
                     state.broken = _clean_up(self, error)

@@ -55,6 +55,26 @@ def test_an_error_on_all_ranks_leaves_the_generator_usable(extraction: Any, prom
     assert extraction.generator.executor.first_error() is None  # what was mended does not explain a later failure
 
 
+def test_an_error_of_one_rank_while_sampling_is_not_lost(extraction: Any, prompts_of: Prompts) -> None:
+    """Nothing collective follows the sampler, so the rank that replies does not notice."""
+
+    def plant(worker: Any) -> None:
+        def broken_sampler(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("planted in the sampler of rank 1")
+
+        if worker.rank == 1:
+            worker.model_runner._sample = broken_sampler
+
+    def mend(worker: Any) -> None:
+        worker.model_runner.__dict__.pop("_sample", None)
+
+    extraction.in_worker(plant)
+    with pytest.raises(RuntimeError, match="a worker failed: ValueError: planted in the sampler of rank 1"):
+        extraction.generate(prompts_of(*[511] * 20, 30))
+    extraction.in_worker(mend)
+    extraction.check(prompts_of(20, 30, 25))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_failing_alone_is_the_first_error_and_never_mixes_calls(
     model: Path, extract: Callable[..., Any], prompts_of: Prompts, rank: int
