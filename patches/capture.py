@@ -88,7 +88,7 @@ def check_whole_streams(samples: list[list[float]]) -> None:
     """Every rank of a tensor-parallel group must hold the whole residual stream, as rank 0 does whose rows are kept.
 
     Args:
-        samples: values of one row, as each rank has it.
+        samples: values of one row, as each rank has it; empty from a rank that has none yet.
 
     Raises:
         CompatError: they differ: the ranks hold parts of a sum (``reduce_results=False``), or other rows.
@@ -96,7 +96,7 @@ def check_whole_streams(samples: list[list[float]]) -> None:
     for rank, sample in enumerate(samples[1:], start=1):
         # All ranks get one sum from one all-reduce, so they differ by its order of addition at most; parts of a sum
         # differ by their whole length. What is not finite says nothing.
-        pairs = [pair for pair in zip(samples[0], sample, strict=True) if all(map(math.isfinite, pair))]
+        pairs = [pair for pair in zip(samples[0], sample, strict=False) if all(map(math.isfinite, pair))]
         if math.hypot(*(a - b for a, b in pairs)) > 0.05 * math.hypot(*(a for a, _ in pairs)):
             raise CompatError(
                 f"vllm_compat: tensor-parallel rank {rank} holds another residual stream than rank 0 after the last "

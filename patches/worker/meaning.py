@@ -11,9 +11,11 @@ The same first pass shows a kernel of vLLM that is known to be wrong on some dev
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from typing import Any
 
+from vllm_compat.patches._models import FLOAT16
 from vllm_compat.patches.worker.rotary import FAULT, rotary_modules, turns_rightly
 from vllm_compat.patches.worker.taps import residual_stream
 
@@ -34,13 +36,14 @@ class Meaning:
         self._verdict: str | None = None  # "" for understood, else why not
         self._handles: list[Any] = []
         self.sample: list[float] = []
-        """The first values of the first row after the last layer: the same on every rank of a tensor-parallel group
-        that holds the whole stream, another on each where they hold parts of a sum."""
+        """The first values of the first row after the last layer, once they are not all zero or not finite: the same on
+        every rank of a tensor-parallel group that holds the whole stream, another on each where they hold parts of a
+        sum."""
         if dtype == torch.float16 and any(map(_scales_down, layers)):
-            self._verdict = "in float16 its layers scale the residual stream down; use bfloat16"
+            self._verdict = FLOAT16
             return
         self._handles = [layer.register_forward_hook(self._remember) for layer in layers]
-        self._handles.append(layers[-1].register_forward_hook(self._take_sample))
+        self._sampling = layers[-1].register_forward_hook(self._take_sample)
         for rotary in rotary_modules(model):
             self._handles.append(rotary.register_forward_pre_hook(self._probe, with_kwargs=True))
         for parent in model.modules():
@@ -76,7 +79,10 @@ class Meaning:
             self._conclude(str(error).removeprefix("vllm_compat: "))
             return
         if rows.dim() == 2:
-            self.sample = rows[0, :SAMPLE].float().tolist() if len(rows) else []
+            values = rows[:1, :SAMPLE].float().flatten().tolist()
+            if any(value and math.isfinite(value) for value in values):  # else a later pass shall have some
+                self.sample = values
+                self._sampling.remove()
         else:
             self._conclude(f"its decoder layers return tensors of shape {list(rows.shape)}, expected [tokens, hidden]")
 

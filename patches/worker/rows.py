@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ class HostMemory:
         try:
             self.fd = os.memfd_create("vllm_compat_rows", os.MFD_CLOEXEC)
             os.fchmod(self.fd, 0o600)
-            os.posix_fallocate(self.fd, 0, size)  # a lack of memory is an error here, not a SIGBUS while copying
+            os.posix_fallocate(self.fd, 0, size)  # no room is found out here, not by a SIGBUS while copying
             self.memory = mmap.mmap(self.fd, size)
         except (AttributeError, OSError) as error:
             if self.fd is not None:
@@ -67,9 +68,13 @@ class HostRows:
         if device.type != "cuda":
             return
         address = torch.frombuffer(self.memory.memory, dtype=torch.uint8).data_ptr()
-        # Copies to pageable memory work as well, only slower and not beside the next step's compute.
         if int(torch.cuda.cudart().cudaHostRegister(address, self.memory.size, 0)) == 0:
             self._pinned = address
+            return
+        # Copies to pageable memory work as well, only slower and not beside the next step's compute. But the refusal
+        # stays the CUDA runtime's last error, which torch raises after the next kernel launch, so launch one.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)
 
     @property
     def is_pinned(self) -> bool:

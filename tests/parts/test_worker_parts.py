@@ -129,6 +129,18 @@ def test_single_tensors_that_the_final_norm_takes_are_the_stream() -> None:
     assert meaning.sample == [2.0, 3.0]
 
 
+@pytest.mark.parametrize("first", [torch.full((3, 2), float("nan")), torch.full((3, 2), -1.0), torch.ones(0, 2)])
+def test_a_first_pass_that_says_nothing_leaves_the_sample_to_a_later_one(first: torch.Tensor) -> None:
+    model = Model(Single(), norm=AnyNorm())
+    meaning = Meaning(model, model.layers, torch.bfloat16)
+    model(first)
+    meaning.check()
+    assert meaning.sample == []
+    for start in (4.0, 9.0):
+        model(torch.arange(start, start + 6).view(3, 2))
+        assert meaning.sample == [5.0, 6.0]
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -226,6 +238,28 @@ def test_no_room_is_an_error_text_not_a_crash(monkeypatch: pytest.MonkeyPatch) -
     memory = HostMemory(1 << 16)
     assert memory.fd is None
     assert "No space left" in str(memory.why_not_shared)
+
+
+def test_a_refusal_to_lock_pages_does_not_fail_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's runtime keeps the error of a refusal, and torch raises it after the next launch (C10_CUDA_CHECK)."""
+    last_error = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            last_error.append("the refusal")
+            return 2
+
+    def launch(*size: int, device: str) -> None:
+        if last_error:
+            raise RuntimeError(f"CUDA error: {last_error.pop()}")
+
+    host = HostRows()
+    host.resize(2, 8, torch.ones(1, 4))
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    host._lock_pages(torch.device("cuda"))
+    assert not host.is_pinned
+    launch(1, device="cuda")
 
 
 def test_host_rows_grow_and_are_used_again() -> None:

@@ -327,6 +327,7 @@ def test_ranks_with_one_stream_are_fine() -> None:
     check_whole_streams([[1.0, 2.0, 3.0], [1.001, 2.0, 3.0]])
     check_whole_streams([[1.0, float("nan")], [1.0, float("inf")]])
     check_whole_streams([[], []])  # the model has not run yet
+    check_whole_streams([[1.0], []])
 
 
 @pytest.mark.parametrize(
