@@ -61,6 +61,8 @@ BIAS_ON_CPU = (
 BIAS_OF_EXPERTS = frozenset({"Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration"})
 # gpt_oss.py, 0.11.0 to 0.33; as published every other layer slides, the first one too.
 EVERY_OTHER_SLIDES = "its layer_types are not what vLLM runs: there every other layer slides, from the first one on"
+PIPELINE = "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
+SEQUENCE = "sequence-parallel experts split the rows between ranks; turn expert parallelism off"
 FLOAT16 = "in float16 its layers scale the residual stream down; use bfloat16"
 
 # vllm/model_executor/models/deepseek_v2.py and openpangu.py (0.16.0): the stream is divided by routed_scaling_factor.

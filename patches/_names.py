@@ -17,6 +17,9 @@ RESET = "_reset_capture"
 FETCH = "_get_captured_states"
 """The consumer's calls into its worker extension: before the first step and after the last one."""
 
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's environment variable: whether workers are forked or spawned."""
+
 ANNOUNCE = "_set_request_metadata"
 """Before each step, from 0.4 on: how many tokens of each request, for labels that ours do not need."""
 

@@ -8,12 +8,11 @@ import os
 import stat
 from typing import Any
 
+from vllm_compat.log import say
 from vllm_compat.patches._host import give_back_freed_memory, keep_freed_memory
 from vllm_compat.patches._names import CONSUMER, FETCH, GENERATOR, RETIRES
 from vllm_compat.patches.reply_shape import list_of_one_reply
 from vllm_compat.registry import Patch, Rebind, Shape
-
-log = logging.getLogger("vllm_compat")
 
 
 def sharing_executor(original: type) -> type:
@@ -33,7 +32,7 @@ def sharing_executor(original: type) -> type:
         def _rows(self, description: dict[str, Any]) -> list[Any]:
             """One tensor ``[tokens, hidden]`` per layer, in the worker's memory: valid until the next call."""
             for warning in description["warnings"]:
-                log.warning("%s", warning)
+                say(logging.WARNING, warning)
             if description["call"] != self.call_number:
                 self.out_of_step = f"a reply to call {description['call']} came in call {self.call_number}"
                 raise RuntimeError(f"vllm_compat: {self.out_of_step}")
@@ -46,11 +45,11 @@ def sharing_executor(original: type) -> type:
                     return rows_in(memory, description["shape"], description["dtype"])
                 except OSError as error:
                     self._can_map = False
-                    log.warning(
-                        "vllm_compat: the worker's memory cannot be shared (%s); hidden states are copied through "
-                        "vLLM's message queue instead, which is slower and gives the same bytes",
-                        error,
+                    text = (
+                        f"the worker's memory cannot be shared ({error}); hidden states are copied through vLLM's "
+                        "message queue instead, which is slower and gives the same bytes"
                     )
+                    say(logging.WARNING, text)
             reply = super().collective_rpc("_vllm_compat_rows_by_value", unique_reply_rank=0)
             values: list[Any] = list_of_one_reply(reply)[0]
             return values

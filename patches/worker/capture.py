@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vllm_compat.patches._models import PIPELINE, SEQUENCE
 from vllm_compat.patches.worker.call import CallBook, Span
 from vllm_compat.patches.worker.copies import Copies
 from vllm_compat.patches.worker.labels import check_runner, step_labels, watch_batches
@@ -246,7 +247,7 @@ class Capture:
                     )
         if faults and self._call["nonfinite"] == "error":
             raise RuntimeError("vllm_compat: " + "; ".join(faults) + ". VLLM_COMPAT_NONFINITE=warn keeps such rows.")
-        return [f"vllm_compat: {fault}" for fault in faults]
+        return faults
 
     def rows_by_value(self) -> list[Any]:
         assert self._host.rows is not None
@@ -263,11 +264,9 @@ def _is_first_rank(worker: Any) -> bool:
 
     parallel = worker.vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise ValueError("vllm_compat: pipeline parallelism splits the layers; expected pipeline_parallel_size=1")
+        raise ValueError(f"vllm_compat: {PIPELINE}")
     if getattr(parallel, "use_sequence_parallel_moe", False):
-        raise ValueError(
-            "vllm_compat: sequence-parallel MoE splits the rows between ranks; turn expert parallelism off"
-        )
+        raise ValueError(f"vllm_compat: {SEQUENCE}")
     return bool(get_tp_group().rank_in_group == 0)
 
 

@@ -17,6 +17,7 @@ import pytest
 from vllm_compat.extraction import demo, demo_files
 from vllm_compat.extraction.compare import LayerReport, Report
 from vllm_compat.extraction.demo_verdict import Verdict
+from vllm_compat.extraction.stages import Stages
 
 
 class Samples:
@@ -289,7 +290,7 @@ def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stages_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    stages = demo._Stages(2)
+    stages = Stages(2)
     with stages("making a model"):
         pass
     with pytest.raises(ZeroDivisionError), stages("starting it"):

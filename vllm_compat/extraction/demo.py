@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import logging
 import os
 import platform
 import sys
 import tempfile
-import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +30,7 @@ from vllm_compat.extraction.compare import compare
 from vllm_compat.extraction.demo_files import extract, read_back, write_config
 from vllm_compat.extraction.demo_verdict import Verdict
 from vllm_compat.extraction.reference import reference_states
+from vllm_compat.extraction.stages import Stages
 from vllm_compat.extraction.streams import say, stdout_to_stderr
 
 MODEL_LAYERS = 8  # with fewer, the consumer's automatic choice of four layers names one of them twice
@@ -93,7 +92,7 @@ def run(options: Options) -> Verdict:
 
 
 def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
-    stages = _Stages(6)
+    stages = Stages(6)
     model, data, out = folder / "model", folder / "conversations.jsonl", folder / "training_data"
 
     with stages("loading vLLM"):
@@ -136,9 +135,7 @@ def _run(options: Options, folder: Path, kept: str | None) -> Verdict:
             batches, extracting = extract(generator, dataset, options.batch_size, out)
             write_config(generator, options.seq_length, len(dataset), data, folder / "cache", out)
     finally:
-        # Ends the workers now: they would otherwise compute beside the reference.
-        del generator
-        gc.collect()
+        generator.executor.shutdown()  # else the workers would compute beside the reference
 
     with stages("comparing with Hugging Face, one prompt at a time"):
         prompts, states, file_problems = read_back(out, dataset, options.seq_length, len(layer_ids), dtype)
@@ -209,22 +206,6 @@ def _versions(status: Mapping[str, Any]) -> dict[str, str]:
 def _applied(status: Mapping[str, Any]) -> tuple[str, ...]:
     """Ids of the patches in `vllm_compat.status()`, each once (it may have several targets), in order."""
     return tuple(dict.fromkeys(entry["patch"] for entry in status["patches"]))
-
-
-class _Stages:
-    """Says what happens and how long it took, so that nobody waits before a silent terminal."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        say(f"[{len(self.seconds) + 1}/{self.total}] {what} ...")
-        start = time.perf_counter()
-        yield
-        self.seconds[what.split()[0]] = time.perf_counter() - start
-        say(f"      {time.perf_counter() - start:.1f} s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

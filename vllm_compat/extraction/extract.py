@@ -20,13 +20,14 @@ from typing import Any
 
 from vllm_compat.extraction.dataset import Samples, load_samples
 from vllm_compat.extraction.dispatch import Remote, Stop, Stopped, dispatch
-from vllm_compat.extraction.folder import CONFIG, REPORT, OutputFolder, write_json
+from vllm_compat.extraction.folder import REPORT, OutputFolder, write_json
 from vllm_compat.extraction.manifest import FolderLock
 from vllm_compat.extraction.progress import Progress
 from vllm_compat.extraction.replica import BatchResult, Facts, ReplicaSettings
 from vllm_compat.extraction.report import Report
 from vllm_compat.extraction.settings import GIB, Settings, add_arguments, from_arguments
 from vllm_compat.extraction.space import AUTO_LAYERS, need
+from vllm_compat.extraction.store import CONFIG
 from vllm_compat.extraction.streams import say, stdout_to_stderr
 
 __all__ = ["add_arguments", "main", "run"]

@@ -28,7 +28,7 @@ from vllm_compat.extraction.replica import Batch, BatchResult, Facts
 from vllm_compat.extraction.store import DATA_FILE, Scan, data_file, mend, scan, write_atomic
 from vllm_compat.extraction.streams import say
 
-CONFIG, REPORT = "data_config.json", "extract_report.json"
+REPORT = "extract_report.json"
 SHOWN = 5
 
 

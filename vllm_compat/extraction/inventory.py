@@ -24,9 +24,7 @@ from vllm_compat.extraction.manifest import (
     read_manifest,
     read_records,
 )
-from vllm_compat.extraction.store import DATA_FILE, data_file, scan, sha256_of
-
-CONFIG = "data_config.json"
+from vllm_compat.extraction.store import CONFIG, DATA_FILE, data_file, number_of, scan, sha256_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Folder:
 def look(path: Path) -> Folder:
     """Read the folder's descriptions and compare them with the names and sizes of its files."""
     with os.scandir(path) as entries:
-        names = sorted((each.name for each in entries if DATA_FILE.fullmatch(each.name)), key=_number)
+        names = sorted((each.name for each in entries if DATA_FILE.fullmatch(each.name)), key=number_of)
     found = Folder(path=path, names=names)
     _read_config(found)
     _read_manifest(found)
@@ -96,10 +94,6 @@ def look(path: Path) -> Folder:
 def _ascending(layer_ids: Iterable[int]) -> tuple[int, ...]:
     """As the files hold them: the generator answers in the model's order, each layer once, whatever was asked for."""
     return tuple(sorted({int(each) for each in layer_ids}))
-
-
-def _number(name: str) -> int:
-    return int(name[len("data_") : -len(".pt")])
 
 
 def _read_config(found: Folder) -> None:
@@ -145,7 +139,7 @@ def _compare_with_manifest(found: Folder, manifest: Manifest) -> None:
     wanted = [data_file(first + number) for number in range(samples)]
     state = scan(found.path, found.records, wanted, contents=False)
     lost = {*state.missing, *(name for name in wanted if name not in found.records)} - {*state.unrecorded}
-    found.faults += [Fault("missing-file", "is missing", name) for name in sorted(lost, key=_number)]
+    found.faults += [Fault("missing-file", "is missing", name) for name in sorted(lost, key=number_of)]
     found.faults += [
         Fault("changed-file", "is not as it was written", name, example=said) for name, said in state.broken.items()
     ]
@@ -157,7 +151,7 @@ def _compare_with_manifest(found: Folder, manifest: Manifest) -> None:
 
 def _look_for_holes(found: Folder) -> None:
     """Without a manifest: numbers start at 0 and leave none out, up to the number of samples if that is known."""
-    there = {_number(name) for name in found.names}
+    there = {number_of(name) for name in found.names}
     last = max(there)
     samples = None if found.config is None else found.config.samples
     if samples is not None and samples < len(there):

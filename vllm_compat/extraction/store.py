@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm_compat.extraction.manifest import FileRecord
 
 QUARANTINE = "quarantine"
+CONFIG = "data_config.json"
 DATA_FILE = re.compile(r"data_(0|[1-9]\d*)\.pt")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 _CHUNK = 8 * 2**20
@@ -31,6 +32,11 @@ SCANNING_THREADS = 4
 def data_file(number: int) -> str:
     """The name that v0.3.0's script gives to the file of that number."""
     return f"data_{number}.pt"
+
+
+def number_of(name: str) -> int:
+    """The number of a file of that name (`DATA_FILE`)."""
+    return int(name[len("data_") : -len(".pt")])
 
 
 class Sink:
@@ -149,9 +155,9 @@ def scan(
                 result.temporary.append(entry.name)
             elif DATA_FILE.fullmatch(entry.name):
                 found.add(entry.name)
-    result.foreign = sorted(found - wanted, key=_number)
-    result.unrecorded = sorted((found & wanted) - records.keys(), key=_number)
-    recorded = sorted(wanted & records.keys(), key=_number)
+    result.foreign = sorted(found - wanted, key=number_of)
+    result.unrecorded = sorted((found & wanted) - records.keys(), key=number_of)
+    recorded = sorted(wanted & records.keys(), key=number_of)
     result.missing = [name for name in recorded if name not in found]
     there = [name for name in recorded if name in found]
 
@@ -167,10 +173,6 @@ def scan(
             else:
                 result.broken[name] = said
     return result
-
-
-def _number(name: str) -> int:
-    return int(name[len("data_") : -len(".pt")])
 
 
 def _fault(path: Path, record: FileRecord, contents: bool) -> str | None:

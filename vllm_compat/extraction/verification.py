@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import platform
 import random
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,8 +25,10 @@ from vllm_compat.extraction.manifest import HEADER
 from vllm_compat.extraction.model import look_at
 from vllm_compat.extraction.reference import Reference
 from vllm_compat.extraction.samples import Unfit, read_sample
+from vllm_compat.extraction.stages import Stages
 from vllm_compat.extraction.streams import say, stdout_to_stderr
 from vllm_compat.extraction.verdict import Faults, Verdict
+from vllm_compat.patches.model_plan import default_layer_ids
 
 FILES = 16
 _DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")  # those of which the rounding is known
@@ -102,7 +103,7 @@ def _model(options: Options) -> _Model:
 def _verify(options: Options, model: _Model, folder: Folder) -> Verdict:
     import torch
 
-    stages, faults, notes = _Stages(), Faults(folder.faults), list(folder.notes)
+    stages, faults, notes = Stages(), Faults(folder.faults), list(folder.notes)
     if folder.config is not None and folder.config.hidden_size != model.hidden_size:
         what = f"the data are of a model with hidden size {folder.config.hidden_size}, this one has {model.hidden_size}"
         faults.add(Fault("config", what))
@@ -179,7 +180,7 @@ def _excused(report: Report) -> str:
 
 def _layers(options: Options, model: _Model, folder: Folder) -> tuple[tuple[int, ...], str]:
     """Which layers the files hold, ascending, and what says so."""
-    default = tuple(sorted({2, model.layers // 2, model.layers - 3, model.layers - 1}))  # of speculators v0.3.0
+    default = tuple(sorted(set(default_layer_ids(model.layers))))
     if options.layer_ids is not None:
         layer_ids, source = options.layer_ids, "--layer-ids"
     elif folder.layer_ids is not None:
@@ -269,18 +270,3 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name.replace("-", "_")] = metadata.version(name)
     return versions
-
-
-class _Stages:
-    """Says what happens and how long it took."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        say(f"{what} ...")
-        start = time.perf_counter()
-        yield
-        self.seconds[what.split()[0]] = time.perf_counter() - start
-        say(f"      {time.perf_counter() - start:.1f} s")
