@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from vllm_compat.patches import SPECULATORS
-from vllm_compat.versions import release_of
+from vllm_compat.versions import matches, release_of
 
 try:
     import tomllib
@@ -75,6 +75,16 @@ def test_the_patch_set_calls_proven_what_has_evidence() -> None:
     (runtime,) = (package for package in SPECULATORS.runtimes if package.module == "vllm")
     shown = {release_of(record(file)["vllm"]) for file in RECORDS}
     assert [Version(release) for release in runtime.proven] == sorted(shown)
+
+
+def test_no_patch_is_for_a_release_at_which_it_is_to_retire() -> None:
+    everything = tomllib.loads((RELEASES / "releases.toml").read_text())
+    for patch in SPECULATORS.patches:
+        package, retired = patch.retires.package, patch.retires.release
+        assert package in patch.ranges, patch.id
+        assert retired is not None, patch.id
+        for release in map(Version, everything[package]):
+            assert not (matches(release, patch.ranges[package]) and matches(release, retired)), (patch.id, release)
 
 
 @pytest.mark.parametrize("release", LIVE)
