@@ -2,7 +2,10 @@
 
 
 class CompatError(RuntimeError):
-    """The consumer cannot be made to work here, or was not. Base of everything this package raises.
+    """The consumer cannot be made to work here, or was not. Base of what plans and activation raise.
+
+    A call of the consumer raises ValueError for its input and RuntimeError (such as this one) for what went wrong;
+    `vllm_compat.extraction` has errors of its own.
 
     Deliberately not an ImportError: code that treats a consumer as optional (`try: import ...; except
     ImportError`) must not swallow it and carry on with something half working.

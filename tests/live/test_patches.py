@@ -58,7 +58,7 @@ SYMPTOMS = {
 
 @pytest.fixture(scope="module")
 def remote_code_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, with a tokenizer class that comes with the folder (cases.md 16)."""
+    """The tiny model, with a tokenizer class that comes with the folder: remote code."""
     folder = tmp_path_factory.mktemp("remote") / "model"
     shutil.copytree(model, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Inputs are checked before anything is scheduled; the error names prompt and position (cases.md 14)."""
+"""Inputs are checked before anything is scheduled; the error names prompt and position."""
 
 from __future__ import annotations
 

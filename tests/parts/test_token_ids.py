@@ -1,5 +1,5 @@
 """Token ids do not depend on the transformers that a vLLM admits: the consumer's own preprocessing of three fixed
-conversations gives what it gave on transformers 4.57, whose results are `token_ids.json` (cases.md 11).
+conversations gives what it gave on transformers 4.57, whose results are `token_ids.json`.
 
 After a change of the conversations or of the tiny tokenizer: run this file as a program on transformers 4.57.
 """

@@ -1,5 +1,5 @@
 """The consumer imports on the transformers that is installed here, in this process and in those that it spawns; what
-was lent for that is not there afterwards (cases.md 11)."""
+was lent for that is not there afterwards."""
 
 from __future__ import annotations
 

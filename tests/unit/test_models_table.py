@@ -51,3 +51,12 @@ def test_a_refusal_names_the_class() -> None:
     assert refused
     for record in refused:
         assert f"model class {record['architecture']} is not supported: " in record["text"]
+
+
+def test_a_refusal_gives_a_reason_that_the_package_still_gives() -> None:
+    reasons = {*_models.REFUSED.values(), *(value for value in vars(_models).values() if isinstance(value, str))}
+    for where, those in COORDINATES.items():
+        for name, record in those.items():
+            if record["verdict"] == "refused":
+                reason = record["text"].partition(" is not supported: ")[2].removesuffix(". Nothing has been loaded.")
+                assert reason in reasons, f"{where}/{name}: run tests/models/run.py {name} on that vLLM and device"
