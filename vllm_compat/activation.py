@@ -64,7 +64,8 @@ def wake(name: str, route: str) -> None:
 def _engine(name: str) -> Engine:
     from vllm_compat.engine import Engine
 
-    return _engines.setdefault(name, Engine(name))
+    # Each engine registers with the process for good (os.register_at_fork): none is made to be thrown away.
+    return _engines.get(name) or _engines.setdefault(name, Engine(name))
 
 
 def deactivate() -> tuple[str, ...]:

@@ -11,10 +11,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A package as installed. `status`: ok, not-proven, newer, unsupported, unreadable, missing or absent.
-
-    "missing" is a problem, "absent" is an optional package that is not there.
-    """
+    """A package as installed. `status`: ok, not-proven, newer, unsupported, unreadable or missing."""
 
     module: str
     distributions: tuple[str, ...]

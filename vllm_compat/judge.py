@@ -76,12 +76,9 @@ def _look(package: Package, path: Sequence[str] | None, sources: Sources) -> Fou
     version, release, status, problem = installed(package, path), None, "ok", None
     looked = f"{package.module} (distribution {' or '.join(package.distributions)})"
     if version is None:
-        status = "missing" if package.required else "absent"
-        if package.required:
-            there = sources.roots(package.module)
-            problem = f"{looked} is not installed"
-            if there:
-                problem = f"{looked} has no package metadata, only source in {there[0]}: install it with pip"
+        status, problem = "missing", f"{looked} is not installed"
+        if there := sources.roots(package.module):
+            problem = f"{looked} has no package metadata, only source in {there[0]}: install it with pip"
     else:
         try:
             release = release_of(version)

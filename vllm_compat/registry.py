@@ -99,7 +99,6 @@ class Package:
     supported: str  # range; "" takes any release
     newest: str | None = None  # newest release known: above it warn (strict: error)
     proven: tuple[str, ...] = ()  # releases with real runs; another supported one is "not proven"
-    required: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
