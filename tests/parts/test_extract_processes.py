@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import LENGTHS, digests, run, tell, unbroken
+from fakes import LENGTHS, FakeEngine, digests, run, tell, unbroken
 
 from vllm_compat.extraction import extract
 from vllm_compat.extraction.dispatch import Stop, Stopped
 from vllm_compat.extraction.manifest import JOURNAL, read_manifest, read_records
-from vllm_compat.extraction.processes import ReplicaLost
+from vllm_compat.extraction.processes import ProcessReplica, ReplicaLost
+from vllm_compat.extraction.replica import Batch, ReplicaSettings
 from vllm_compat.extraction.settings import Settings
 
 
@@ -44,11 +45,25 @@ def test_a_lost_replica_is_replaced_and_its_batches_go_on(settings: Any) -> None
 def test_a_replica_that_is_lost_too_often_is_the_error(settings: Any) -> None:
     asked = settings(max_restarts=1)
     tell(asked, 3, "die 9")
-    with pytest.raises(ReplicaLost, match=r"replica 0 has ended .exit code -9., and was replaced 1 times before"):
+    with pytest.raises(ReplicaLost) as lost:
         run(asked)
+    assert str(lost.value).splitlines() == [
+        "replica 0 has ended (exit code -9), and was replaced 1 times before",
+        "Exit code -9 is a kill, mostly for lack of memory (see the kernel's log): fewer replicas, a smaller "
+        "--write-queue or, for a new --output-dir, a smaller --batch-size",
+        "--max-restarts allows more losses",
+    ]
     manifest = read_manifest(asked.output_dir)
     assert manifest is not None
     assert manifest.sessions[-1]["outcome"] == "failed"
+
+
+def test_a_replica_that_may_not_be_replaced_was_not_before(settings: Any) -> None:
+    asked = settings(max_restarts=0)
+    tell(asked, 3, "lose 1")
+    with pytest.raises(ReplicaLost) as lost:
+        run(asked)
+    assert str(lost.value) == "replica 0 has ended (exit code 75)\n--max-restarts allows more losses"
 
 
 def test_the_first_error_of_the_engine_stops_the_run(settings: Any) -> None:
@@ -118,6 +133,66 @@ def test_a_signal_stops_cleanly(settings: Any) -> None:
     assert (manifest.complete, manifest.sessions[-1]["outcome"]) == (False, "stopped")
     assert json.loads((settings().output_dir / "extract_report.json").read_text()) == report
     assert digests(settings().output_dir).items() <= unbroken(settings()).items()
+
+
+class LoadsQuicklyOnce(FakeEngine):
+    """Its replacement loads as long as a large model."""
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        first, again = (Path(settings.target_model_path) / name for name in ("loaded", "loads.again"))
+        if first.exists():
+            again.touch()
+            time.sleep(120)
+        first.touch()
+
+
+def test_a_signal_does_not_wait_for_a_replacement_that_loads(settings: Any) -> None:
+    asked = settings(engine="test_extract_processes:LoadsQuicklyOnce")
+    tell(asked, 3, "die 1")
+    process = _started(asked, files=0)
+    end = time.monotonic() + 60
+    while not (Path(asked.target_model_path) / "loads.again").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert time.monotonic() - begin < 30, "nobody computes any more, so nobody needs the model"
+    assert process.returncode == 130, err
+    report = json.loads(out)
+    assert (report["outcome"], report["replaced"]) == ("stopped", 1)
+
+
+def test_a_replica_that_is_not_built_yet_drains(tmp_path: Path) -> None:
+    """It looks for the run's manifest, which is not there, for half a minute."""
+    given = ReplicaSettings(
+        target_model_path="model",
+        output_dir=str(tmp_path),
+        session="a run",
+        layer_ids=None,
+        seq_length=2,
+        batch_size=1,
+        start_idx=0,
+        gpu_memory_utilization=0.5,
+        tensor_parallel_size=1,
+        writers=1,
+        write_queue=1,
+        command=(),
+        engine="fakes:FakeEngine",
+        verbose=False,
+    )
+    replica = ProcessReplica(0, given, {}, max_restarts=1)
+    try:
+        replica.load()
+        before = replica.call("compute", Batch(number=0, first=0, input_ids=[], loss_mask=[], known={}))
+        replica.drain()
+        after = replica.call("compute", Batch(number=1, first=1, input_ids=[], loss_mask=[], known={}))
+        assert (before.result(20), after.result(20)) == (None, None)
+    finally:
+        replica.close()
+        replica.join()
 
 
 def test_a_second_signal_ends_at_once(settings: Any) -> None:

@@ -94,8 +94,8 @@ def dispatch(
     on_result: Callable[[BatchResult], None],
 ) -> Remote:
     """Returns when every batch is done, or when `stop` was heard and what had begun is done; nobody waits for replicas
-    that are still loading, or that find no room. Raises the first error. Gives the replica that answered last: it is
-    there.
+    that are still loading, or that find no room. After `stop` that also holds for one that loads in a lost one's place:
+    `drain` answers what it was to compute. Raises the first error. Gives the replica that answered last: it is there.
     """
     last = replicas[0]
     waiting: dict[Future[Any], Remote] = {replica.load(): replica for replica in replicas}

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -93,17 +94,29 @@ class ProcessReplica:
                 self._start()
                 again = dict(self._calls)
                 if self._load and not any(name == "load" for _, name, _ in again.values()):
-                    self._pipe.send((-1, "load", ()))
+                    with contextlib.suppress(OSError):
+                        self._pipe.send((-1, "load", ()))
                 for number, (_, name, args) in again.items():
                     with contextlib.suppress(OSError):
                         self._pipe.send((number, name, args))
                 return
             calls, self._calls = self._calls, {}
+        if self.restarts:
+            said += f", and was replaced {self.restarts} times before"
+        # On lines of their own: who has asked to stop is shown the first line only, and needs no advice.
+        lines = [said]
+        if process.exitcode == -signal.SIGKILL:
+            lines.append(
+                f"Exit code {process.exitcode} is a kill, mostly for lack of memory (see the kernel's log): fewer "
+                "replicas, a smaller --write-queue or, for a new --output-dir, a smaller --batch-size"
+            )
+        lines.append("--max-restarts allows more losses")
         for future, _, _ in calls.values():
-            future.set_exception(ReplicaLost(f"{said}, and was replaced {self.restarts} times before"))
+            future.set_exception(ReplicaLost("\n".join(lines)))
 
     def drain(self) -> None:
-        """Let it finish what it computes and writes, and nothing more; it is not replaced any more."""
+        """Let it finish what it computes and writes, and nothing more: all other calls are answered with None, at once
+        even while it loads. It is not replaced any more."""
         self._max_restarts = 0
         self.call("drain")
 
@@ -132,6 +145,7 @@ def serve(pipe: Connection, settings: ReplicaSettings, environment: Mapping[str,
     todo: queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]] = queue.SimpleQueue()
     replica: Replica | None = None
     sending = threading.Lock()
+    draining = threading.Event()
 
     def answer(number: int, function: Any, *args: Any) -> None:
         try:
@@ -144,13 +158,19 @@ def serve(pipe: Connection, settings: ReplicaSettings, environment: Mapping[str,
     def read() -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                number, name, args = pipe.recv()
-                if name == "drain":
+                call = pipe.recv()
+                if call[1] == "drain":
+                    draining.set()
                     if replica is not None:
                         replica.drain()
-                    answer(number, lambda: None)
-                else:
-                    todo.put((number, name, args))
+                if not draining.is_set():
+                    todo.put(call)
+                    continue
+                # Answered here, also what waits: the main thread may be loading a replacement's model for minutes.
+                answer(call[0], _nothing, None)
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        answer(todo.get_nowait()[0], _nothing, None)
         _leave(replica)
 
     threading.Thread(target=read, daemon=True).start()
@@ -162,7 +182,9 @@ def serve(pipe: Connection, settings: ReplicaSettings, environment: Mapping[str,
     with ThreadPoolExecutor(max_workers=DEPTH) as settling:
         while True:
             number, name, args = todo.get()
-            if failure is not None:
+            if draining.is_set():  # it may have been set before there was a Replica to tell
+                answer(number, _nothing, None)
+            elif failure is not None:
                 answer(number, _raise, failure)
             elif name == "compute":
                 try:
