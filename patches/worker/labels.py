@@ -22,6 +22,7 @@ class Label(NamedTuple):
 
 
 V2_BATCH = ("req_ids", "query_start_loc_np", "positions")
+_REPORT = "This is no fault of your data: please report it with `vllm-compat doctor --json`."
 
 
 def class_name(thing: Any) -> str:
@@ -91,15 +92,16 @@ def step_labels(runner: Any, scheduler_output: Any, batch: Any = None) -> list[L
     else:
         raise RuntimeError(
             f"vllm_compat: {class_name(runner)} ran the model without prepare_inputs; the order of its rows is unknown"
+            "; set VLLM_USE_V2_MODEL_RUNNER=0"
         )
     ids = sorted(label.request_id for label in labels)
     if ids != sorted(scheduled):
-        raise RuntimeError(f"vllm_compat: the batch holds {ids}, the scheduler sent {sorted(scheduled)}")
+        raise RuntimeError(f"vllm_compat: the batch holds {ids}, the scheduler sent {sorted(scheduled)}. {_REPORT}")
     for name, position, count in labels:
         if position != sent[name] or count != scheduled[name]:
             raise RuntimeError(
                 f"vllm_compat: request {name}: the model runner is at token {position} and computed {count}, the "
-                f"scheduler sent token {sent[name]} and {scheduled[name]} to compute"
+                f"scheduler sent token {sent[name]} and {scheduled[name]} to compute. {_REPORT}"
             )
     return labels
 

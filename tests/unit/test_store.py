@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -186,6 +188,22 @@ with FolderLock(pathlib.Path({str(tmp_path)!r})):
         other.kill()
     with FolderLock(tmp_path):  # the kernel has released it
         pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Lustre, mounted without -o flock."""
+
+    def flock(fd: int, _operation: int) -> None:
+        handles.append(fd)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    handles: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", flock)
+    told = rf"{tmp_path}: its file system cannot lock files .Function not implemented.: mount it with flock"
+    with pytest.raises(ManifestError, match=told), FolderLock(tmp_path):
+        pass
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handles[0])
 
 
 def test_only_the_standard_library() -> None:

@@ -32,7 +32,8 @@ _LONGEST_LINE = 4096
 
 
 class ManifestError(ValueError):
-    """The folder's manifest is broken, of a newer schema, or of another extraction than the one that is asked for."""
+    """The folder's manifest is broken, of a newer schema, or of another extraction than the one that is asked for; or
+    another process holds the folder, or nobody can."""
 
 
 class FileRecord(NamedTuple):
@@ -213,6 +214,12 @@ class FolderLock:
             raise ManifestError(
                 f"{self._path.parent} is being extracted to by another process ({holder or 'not known which'}): wait "
                 "for it, or end it; then the same command goes on where it was"
+            ) from None
+        except OSError as error:
+            self._forget()
+            raise ManifestError(
+                f"{self._path.parent}: its file system cannot lock files ({error.strerror}): mount it with flock "
+                "(Lustre: -o flock), or name another --output-dir"
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

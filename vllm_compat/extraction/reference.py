@@ -189,4 +189,8 @@ def _decoder(model: Any) -> tuple[Any, torch.nn.ModuleList]:
         for name in _LAYERS:
             if (layers := getattr(owner, name, None)) is not None:
                 return owner, layers
-    raise ValueError(f"cannot find the decoder layers of {type(model).__name__}")
+    raise ValueError(
+        f"cannot find the decoder layers of {type(model).__name__} (looked for {', '.join(_LAYERS)} in the model's "
+        "get_decoder(), model, model.language_model and base_model): `vllm-compat verify` cannot judge this model; "
+        "that is worth an issue"
+    )

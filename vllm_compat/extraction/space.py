@@ -46,7 +46,10 @@ class Need:
                 "(--layer-ids)"
             )
         if self.free_files is not None and self.files > self.free_files:
-            raise SpaceError(f"{folder}: {self.files} files are to be written, the file system takes {self.free_files}")
+            raise SpaceError(
+                f"{folder}: {self.files} files are to be written, the file system takes {self.free_files}. Name "
+                "another --output-dir, or extract fewer samples (--max-samples)"
+            )
 
 
 def file_size(tokens: int, *, layers: int, hidden_size: int, itemsize: int = 2) -> int:
