@@ -16,6 +16,7 @@ from vllm_compat.patches.worker.fingerprint import EXPECTED, WORKER_SIDE, finger
 from vllm_compat.patches.worker.labels import class_name
 from vllm_compat.patches.worker.mailbox import Post
 from vllm_compat.patches.worker.memory import memory_report
+from vllm_compat.patches.worker.orphans import end_with_parent
 
 __all__ = ["HiddenStatesWorkerExtension"]
 
@@ -30,6 +31,8 @@ if os.environ.get(EXPECTED, fingerprint()) != fingerprint():
     )
     Post().leave(refusal)
     raise RuntimeError(refusal)
+
+end_with_parent()
 
 
 class HiddenStatesWorkerExtension:
