@@ -6,10 +6,11 @@ that nothing of a failed call leaks into the next one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_compat.patches._generator import STATE, GeneratorState, current_generator, generator_in_use
@@ -22,11 +23,14 @@ from vllm_compat.registry import Patch, Rebind, Shape
 def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        check_settings(given.get("layer_ids"), given.get("max_model_len"))
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        layer_ids = given.arguments.get("layer_ids")
+        check_settings(layer_ids, given.arguments.get("max_model_len"))
+        if layer_ids is not None:
+            given.arguments["layer_ids"] = list(layer_ids)  # which the generator keeps: the caller's may change
         with generator_in_use(self):
             try:
-                original(self, *args, **kwargs)
+                original(*given.args, **given.kwargs)
             except BaseException:
                 # The traceback keeps `self` alive, so the consumer's __del__ would not stop the workers.
                 if hasattr(self, "executor"):
@@ -100,6 +104,8 @@ def _clean_up(generator: Any, error: BaseException) -> str | None:
     executor = generator.executor
     if reason := _workers_unusable(executor):
         return reason
+    if generator.scheduler.half_done:
+        return f"vLLM's scheduler was stopped in the middle of {generator.scheduler.half_done}"
     try:
         if executor.world_size > 1:
             # A rank that failed alone leaves the others waiting in a collective operation. Their next one would meet
@@ -115,6 +121,8 @@ def _clean_up(generator: Any, error: BaseException) -> str | None:
 def _workers_unusable(executor: Any) -> str | None:
     if executor.is_failed:
         return "its workers are gone"
+    if executor.is_shut_down:
+        return "it has been shut down"
     if executor.out_of_step is not None:
         return f"replies of its workers may be out of step after {executor.out_of_step}"
     return None
@@ -164,6 +172,11 @@ def stepwise_executor(original: type) -> type:
         """
 
         out_of_step: str | None = None
+        is_shut_down = False
+
+        def shutdown(self) -> None:
+            self.is_shut_down = True
+            super().shutdown()
 
         def first_error(self) -> str | None:
             """What a worker left in the mailbox, where there is one (patch "workers")."""
@@ -187,6 +200,30 @@ def stepwise_executor(original: type) -> type:
 
 def recoverable_scheduler(original: type) -> type:
     class RecoverableScheduler(original):  # type: ignore[valid-type, misc]
+        half_done: str | None = None
+        """What of vLLM's own was left in the middle: an interrupt, or what a signal's handler raises, can come between
+        any two lines of its accounts of requests and blocks."""
+
+        @contextlib.contextmanager
+        def _whole(self, what: str) -> Iterator[None]:
+            try:
+                yield
+            except BaseException as error:
+                self.half_done = f"{what} ({_first_line(error)})"
+                raise
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            with self._whole("schedule"):
+                return super().schedule(*args, **kwargs)
+
+        def add_request(self, *args: Any, **kwargs: Any) -> None:
+            with self._whole("add_request"):
+                super().add_request(*args, **kwargs)
+
+        def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+            with self._whole("finish_requests"):
+                return super().finish_requests(*args, **kwargs)
+
         def abort_all(self) -> None:
             """Drop every request and let the workers forget them (one empty step carries the finished ids)."""
             from vllm.v1.request import RequestStatus

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +279,38 @@ def test_an_interrupt_while_cleaning_up_leaves_the_generator_unusable(
         other.generate(prompts_of(5))
 
 
+def test_an_interrupt_within_vllms_scheduler_leaves_the_generator_unusable(
+    model: Path, extract: Any, prompts_of: Prompts
+) -> None:
+    """Its accounts of requests and blocks may be half written, and nothing in them says so."""
+    other = extract(model, [0], max_model_len=128)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    pool = other.generator.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        other.generate(prompts_of(5))
+    del pool.get_new_blocks
+    with pytest.raises(RuntimeError, match=r"cannot be used any more: .* in the middle of schedule \(KeyboardInt"):
+        other.generate(prompts_of(5))
+
+
+def test_after_a_shutdown_it_says_so(model: Path, extract: Any, prompts_of: Prompts) -> None:
+    other = extract(model, [0], max_model_len=128)
+    other.generator.executor.shutdown()
+    with pytest.raises(RuntimeError, match=r"any more: it has been shut down\. Build a new one"):
+        other.generate(prompts_of(5))
+
+
+def test_the_callers_list_of_layers_may_change(model: Path, extract: Any) -> None:
+    layer_ids = [0, 3]
+    other = extract(model, layer_ids, max_model_len=128)
+    layer_ids[:] = [1, 2]
+    assert list(other.generator.layer_ids) == [0, 3]
+
+
 def test_a_forked_child_is_refused(extraction: Any, prompts_of: Prompts) -> None:
     state = getattr(extraction.generator, STATE)
     state.pid += 1
@@ -286,9 +320,6 @@ def test_a_forked_child_is_refused(extraction: Any, prompts_of: Prompts) -> None
 
 
 def test_a_killed_worker_is_named(model: Path, extract: Any, prompts_of: Prompts) -> None:
-    import os
-    import signal
-
     other = extract(model, [0], max_model_len=128)
     os.kill(other.generator.executor.workers[0].proc.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=r"a worker process has ended|its workers are gone"):
