@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from vllm_compat.extraction import dataset, extract, model, tiny
 from vllm_compat.extraction.conversations import SHOWN, DataError
 from vllm_compat.extraction.settings import Settings
+from vllm_compat.extraction.store import sha256_of
 
 SAMPLES, SEQ_LENGTH = 22, 256
 
@@ -101,6 +103,18 @@ def test_turn_dropout_comes_out_the_same_again(settings: Any, tmp_path: Path) ->
     assert kept[0] == kept[1]
     other = settings("chats.jsonl", turn_dropout=True, seed=1, token_freq_path=tmp_path / "other.pt")
     assert load(other).sha256 != kept[0]
+
+
+def test_a_dry_run_counts_and_leaves_no_file(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    frequencies = settings("chats.jsonl").token_freq_path
+    load(settings("chats.jsonl", dry_run=True))
+    assert not frequencies.exists()
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert dataset.load_samples(settings("chats.jsonl"), warn=print)[1] == sha256_of(frequencies)
+    with pytest.raises(DataError, match="has the token frequencies of other data"):
+        load(settings("chats.jsonl", max_samples=5, dry_run=True))
 
 
 def test_token_frequencies_of_other_data_are_not_kept(settings: Any, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_good_files(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"conversations": [', "line 3: not JSON: Expecting value"),
+        ('\ufeff{"conversations": []}', "line 3: not JSON: it begins with a byte-order mark; save it as UTF-8 without"),
         ("[]", "line 3: expected an object with a list 'conversations', found a list"),
         (
             {"text": "Hi", "id": 3},

@@ -102,6 +102,7 @@ def test_every_flag_arrives() -> None:
         ({"layer_ids": (-1,)}, "counted from 0"),
         ({"layer_ids": ()}, "counted from 0"),
         ({"token_freq_path": Path("out/token_freq.pt")}, "take it for a sample"),
+        ({"output_dir": Path(__file__)}, "is there and not a folder: name another place"),
     ],
 )
 def test_what_cannot_work(change: dict[str, Any], said: str) -> None:

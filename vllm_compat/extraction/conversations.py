@@ -8,6 +8,7 @@ word, since only token ids and masks are kept.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -172,7 +173,9 @@ def _items(path: Path) -> Iterator[tuple[int, Any]]:
                 except UnicodeDecodeError as error:
                     yield number, _Broken(f"not UTF-8: byte {line[error.start]:#x}")
                 except (ValueError, RecursionError) as error:
-                    yield number, _Broken(f"not JSON: {error}")
+                    marked = line.startswith(codecs.BOM_UTF8)
+                    what = "it begins with a byte-order mark; save it as UTF-8 without one" if marked else error
+                    yield number, _Broken(f"not JSON: {what}")
 
 
 def _listed(text: str) -> Iterator[tuple[int, Any]]:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -67,7 +68,8 @@ def load_samples(
     target = settings.token_freq_path
     kept = known_token_freq is not None and target.is_file() and sha256_of(target) == known_token_freq
     # v0.3.0 leaves a file that is there as it is, whatever data it was counted from.
-    counted = target if kept else target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = f".{target.name}.{secrets.token_hex(4)}.tmp"
+    counted = target if kept else (Path(tempfile.gettempdir()) if settings.dry_run else target.parent) / temporary
     try:
         with _lent(preprocessing, raw, settings.seed):
             try:
@@ -89,13 +91,16 @@ def load_samples(
                     "shows what speculators left out and why"
                 ) from error
         samples = describe(rows.with_format("numpy"), rows.with_format("arrow"), settings.seq_length)
+        frequencies = sha256_of(counted)
         if not kept:
-            _keep_token_frequencies(counted, target)
+            _check_token_frequencies(counted, target)
+            if not settings.dry_run:
+                os.replace(counted, target)
     finally:
         if not kept:
             with contextlib.suppress(OSError):
                 counted.unlink()
-    return samples, sha256_of(target)
+    return samples, frequencies
 
 
 def _raw(settings: Settings, preprocessing: Any, warn: Callable[[str], None]) -> Any:
@@ -193,15 +198,12 @@ def _lists(column: Any) -> Iterator[numpy.ndarray]:
             yield values[begin:end]
 
 
-def _keep_token_frequencies(counted: Path, target: Path) -> None:
-    """Give the file its name, unless another data set's is there."""
+def _check_token_frequencies(counted: Path, target: Path) -> None:
+    """Raises DataError: another data set's file is there."""
     import torch
 
-    if target.exists():
-        if torch.load(target, weights_only=True) != torch.load(counted, weights_only=True):
-            raise DataError(
-                f"{target} has the token frequencies of other data or settings: move it away, or name another file "
-                "with --token-freq-path. (v0.3.0's script would silently keep it)"
-            )
-        return
-    os.replace(counted, target)
+    if target.exists() and torch.load(target, weights_only=True) != torch.load(counted, weights_only=True):
+        raise DataError(
+            f"{target} has the token frequencies of other data or settings: move it away, or name another file "
+            "with --token-freq-path. (v0.3.0's script would silently keep it)"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Settings:
                     f"--layer-ids {list(self.layer_ids)} must ascend: states come in the model's order of layers, "
                     "whatever order is asked for, and data_config.json would name them wrongly"
                 )
+        if os.path.lexists(self.output_dir) and not self.output_dir.is_dir():
+            raise ValueError(f"--output-dir {self.output_dir} is there and not a folder: name another place")
         if self.output_dir.resolve() in self.token_freq_path.resolve().parents:
             raise ValueError(
                 f"--token-freq-path {self.token_freq_path} is below --output-dir: speculators' trainer would take it "
