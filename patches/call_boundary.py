@@ -62,7 +62,12 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
             )
         try:
             if reason := state.broken or _workers_unusable(self.executor):
-                raise RuntimeError(f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.")
+                first = self.executor.first_error()
+                more = f"\nA worker had failed: {first}" if first else ""
+                raise RuntimeError(
+                    f"vllm_compat: this generator cannot be used any more: {reason}. Build a new one.{more}"
+                )
+            self.executor.forget_errors()  # of a rank that came to the end of the last call after its rows did
             model = self.vllm_config.model_config
             prompts = checked_prompts(token_ids, model.get_vocab_size())
             cut = [prompt[: model.max_model_len - 1] for prompt in prompts]  # as the consumer does
@@ -79,9 +84,11 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
                     if first := self.executor.first_error():
                         raise RuntimeError(f"vllm_compat: a worker failed: {first}")
                     _check_results(self, cut, results)
-                except BaseException as error:
+                except Exception as error:
+                    # An interrupt may have come where nothing tells (a step that no worker has heard of), so it leaves
+                    # the generator as it is.
                     state.broken = _clean_up(self, error)
-                    if state.broken and isinstance(error, Exception):
+                    if state.broken:
                         # A rank whose reply nobody waits for may have failed first; this error is the consequence.
                         if first := self.executor.first_error():
                             raise RuntimeError(f"vllm_compat: a worker failed: {first}") from error
@@ -201,8 +208,8 @@ def stepwise_executor(original: type) -> type:
 def recoverable_scheduler(original: type) -> type:
     class RecoverableScheduler(original):  # type: ignore[valid-type, misc]
         half_done: str | None = None
-        """What of vLLM's own was left in the middle: an interrupt, or what a signal's handler raises, can come between
-        any two lines of its accounts of requests and blocks."""
+        """What of vLLM's own was left in the middle: what a signal's handler raises can come between any two lines of
+        its accounts of requests and blocks."""
 
         @contextlib.contextmanager
         def _whole(self, what: str) -> Iterator[None]:
@@ -228,8 +235,9 @@ def recoverable_scheduler(original: type) -> type:
             """Drop every request and let the workers forget them (one empty step carries the finished ids)."""
             from vllm.v1.request import RequestStatus
 
-            super().finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
-            step = super().schedule()
+            with self._whole("abort_all"):
+                super().finish_requests(list(self.requests), RequestStatus.FINISHED_ABORTED)
+                step = super().schedule()
             if step.finished_req_ids:
                 current_generator().executor.execute_model(step)
 

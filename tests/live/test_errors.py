@@ -279,21 +279,25 @@ def test_an_interrupt_while_cleaning_up_leaves_the_generator_unusable(
         other.generate(prompts_of(5))
 
 
-def test_an_interrupt_within_vllms_scheduler_leaves_the_generator_unusable(
-    model: Path, extract: Any, prompts_of: Prompts
+@pytest.mark.parametrize(
+    ("raised", "why"),
+    [(KeyboardInterrupt, "its last call was interrupted"), (TimeoutError, r"in the middle of schedule \(TimeoutError")],
+)
+def test_what_a_signal_raises_within_vllms_scheduler_leaves_the_generator_unusable(
+    model: Path, extract: Any, prompts_of: Prompts, raised: type[BaseException], why: str
 ) -> None:
     """Its accounts of requests and blocks may be half written, and nothing in them says so."""
     other = extract(model, [0], max_model_len=128)
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
+        raise raised
 
     pool = other.generator.scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(raised):
         other.generate(prompts_of(5))
     del pool.get_new_blocks
-    with pytest.raises(RuntimeError, match=r"cannot be used any more: .* in the middle of schedule \(KeyboardInt"):
+    with pytest.raises(RuntimeError, match=f"cannot be used any more: .*{why}"):
         other.generate(prompts_of(5))
 
 
