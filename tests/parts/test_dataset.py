@@ -120,6 +120,8 @@ def test_a_dry_run_counts_and_leaves_no_file(settings: Any, tmp_path: Path, monk
 def test_token_frequencies_of_other_data_are_not_kept(settings: Any, tmp_path: Path) -> None:
     _, counted = dataset.load_samples(settings("chats.jsonl"), warn=print)
     before = (tmp_path / "token_freq.pt").read_bytes()
+    assert dataset.load_samples(settings("chats.jsonl"), warn=print)[1] == counted  # another output folder's run
+    assert (tmp_path / "token_freq.pt").read_bytes() == before
     assert dataset.load_samples(settings("chats.jsonl"), warn=print, known_token_freq=counted)[1] == counted
     with pytest.raises(DataError, match=r"token_freq.pt has the token frequencies of other data or settings"):
         load(settings("chats.jsonl", max_samples=5))

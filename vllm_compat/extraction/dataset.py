@@ -91,11 +91,11 @@ def load_samples(
                     "shows what speculators left out and why"
                 ) from error
         samples = describe(rows.with_format("numpy"), rows.with_format("arrow"), settings.seq_length)
-        frequencies = sha256_of(counted)
         if not kept:
             _check_token_frequencies(counted, target)
-            if not settings.dry_run:
-                os.replace(counted, target)
+        frequencies = sha256_of(target if target.exists() else counted)
+        if not target.exists() and not settings.dry_run:
+            os.replace(counted, target)
     finally:
         if not kept:
             with contextlib.suppress(OSError):
