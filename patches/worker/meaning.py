@@ -76,6 +76,7 @@ class Meaning:
         try:
             rows = residual_stream(type(module).__name__, output)
         except TypeError as error:
+            self._sampling.remove()
             self._conclude(str(error).removeprefix("vllm_compat: "))
             return
         if rows.dim() == 2:
@@ -84,6 +85,7 @@ class Meaning:
                 self.sample = values
                 self._sampling.remove()
         else:
+            self._sampling.remove()
             self._conclude(f"its decoder layers return tensors of shape {list(rows.shape)}, expected [tokens, hidden]")
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import threading
 import time
 
@@ -19,17 +20,29 @@ PATIENCE = 10.0
 def end_with_parent() -> None:
     """Watch the process that has started this one, from a thread; do nothing in a program's first process.
 
-    Its process id is compared once a second: the pipe that ``multiprocessing`` has for this end stays open in workers
+    Process ids are compared once a second: the pipe that ``multiprocessing`` has for this end stays open in workers
     that were forked later.
     """
-    parent = multiprocessing.parent_process()
-    if parent is None:
+    parent, above = multiprocessing.parent_process(), os.getppid()
+    if parent is None or above == 0:  # 0: in another namespace of processes
         return
 
     def watch() -> None:
-        while os.getppid() == parent.pid:
+        # A wrapper around the interpreter may stand between the two; or the parent died before this began.
+        while os.getppid() == above and (above == parent.pid or _exists(parent.pid)):
             time.sleep(1)
         time.sleep(PATIENCE)
+        print(f"vllm_compat: worker process {os.getpid()} ends, since its parent {parent.pid} has", file=sys.stderr)
         os._exit(1)
 
     threading.Thread(target=watch, name="vllm_compat-orphan", daemon=True).start()
+
+
+def _exists(pid: int | None) -> bool:
+    try:
+        os.kill(int(pid or 0), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True

