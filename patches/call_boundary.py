@@ -106,7 +106,7 @@ def guarded_generate(original: Callable[..., list[dict[str, Any]]]) -> Callable[
     return generate
 
 
-def _clean_up(generator: Any, error: BaseException) -> str | None:
+def _clean_up(generator: Any, error: Exception) -> str | None:
     """Return the generator to an empty state; the answer says why that was not possible, if it was not."""
     executor = generator.executor
     if reason := _workers_unusable(executor):

@@ -76,7 +76,6 @@ class Meaning:
         try:
             rows = residual_stream(type(module).__name__, output)
         except TypeError as error:
-            self._sampling.remove()
             self._conclude(str(error).removeprefix("vllm_compat: "))
             return
         if rows.dim() == 2:
@@ -85,7 +84,6 @@ class Meaning:
                 self.sample = values
                 self._sampling.remove()
         else:
-            self._sampling.remove()
             self._conclude(f"its decoder layers return tensors of shape {list(rows.shape)}, expected [tokens, hidden]")
 
     def _look(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,6 +103,8 @@ class Meaning:
     def _conclude(self, verdict: str) -> None:
         self._verdict = verdict
         self._last = ()
+        if verdict:  # of a model that is refused nobody compares samples
+            self._sampling.remove()
         for handle in self._handles:
             handle.remove()
 

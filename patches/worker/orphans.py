@@ -26,23 +26,14 @@ def end_with_parent() -> None:
     parent, above = multiprocessing.parent_process(), os.getppid()
     if parent is None or above == 0:  # 0: in another namespace of processes
         return
+    import psutil  # vLLM's own; looked for in a worker only
 
     def watch() -> None:
         # A wrapper around the interpreter may stand between the two; or the parent died before this began.
-        while os.getppid() == above and (above == parent.pid or _exists(parent.pid)):
+        while os.getppid() == above and (above == parent.pid or psutil.pid_exists(parent.pid)):
             time.sleep(1)
         time.sleep(PATIENCE)
         print(f"vllm_compat: worker process {os.getpid()} ends, since its parent {parent.pid} has", file=sys.stderr)
         os._exit(1)
 
     threading.Thread(target=watch, name="vllm_compat-orphan", daemon=True).start()
-
-
-def _exists(pid: int | None) -> bool:
-    try:
-        os.kill(int(pid or 0), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
-    return True

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,17 @@ if __name__ == "__main__":
 def _started(settings: Settings, files: int) -> Any:
 
     process = subprocess.Popen(_command(settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = settings.output_dir
+    _wait(process, lambda: (folder / JOURNAL).exists() and len(read_records(folder)) >= files)
+    return process
+
+
+def _wait(process: Any, until: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
-    while not (settings.output_dir / JOURNAL).exists() or len(read_records(settings.output_dir)) < files:
+    while not until():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.02)
-    return process
 
 
 def test_a_signal_stops_cleanly(settings: Any) -> None:
@@ -151,11 +157,7 @@ def test_a_signal_does_not_wait_for_a_replacement_that_loads(settings: Any) -> N
     asked = settings(engine="test_extract_processes:LoadsQuicklyOnce")
     tell(asked, 3, "die 1")
     process = _started(asked, files=0)
-    end = time.monotonic() + 60
-    while not (Path(asked.target_model_path) / "loads.again").exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    _wait(process, (Path(asked.target_model_path) / "loads.again").exists)
     begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)

@@ -68,8 +68,8 @@ def load_samples(
     target = settings.token_freq_path
     kept = known_token_freq is not None and target.is_file() and sha256_of(target) == known_token_freq
     # v0.3.0 leaves a file that is there as it is, whatever data it was counted from.
-    temporary = f".{target.name}.{secrets.token_hex(4)}.tmp"
-    counted = target if kept else (Path(tempfile.gettempdir()) if settings.dry_run else target.parent) / temporary
+    folder = Path(tempfile.gettempdir()) if settings.dry_run else target.parent
+    counted = target if kept else folder / f".{target.name}.{secrets.token_hex(4)}.tmp"
     try:
         with _lent(preprocessing, raw, settings.seed):
             try:
@@ -91,11 +91,14 @@ def load_samples(
                     "shows what speculators left out and why"
                 ) from error
         samples = describe(rows.with_format("numpy"), rows.with_format("arrow"), settings.seq_length)
-        if not kept:
-            _check_token_frequencies(counted, target)
-        frequencies = sha256_of(target if target.exists() else counted)
-        if not target.exists() and not settings.dry_run:
-            os.replace(counted, target)
+        if target.exists():
+            if not kept:
+                _check_token_frequencies(counted, target)
+            frequencies = sha256_of(target)
+        else:
+            frequencies = sha256_of(counted)
+            if not settings.dry_run:
+                os.replace(counted, target)
     finally:
         if not kept:
             with contextlib.suppress(OSError):
@@ -202,7 +205,7 @@ def _check_token_frequencies(counted: Path, target: Path) -> None:
     """Raises DataError: another data set's file is there."""
     import torch
 
-    if target.exists() and torch.load(target, weights_only=True) != torch.load(counted, weights_only=True):
+    if torch.load(target, weights_only=True) != torch.load(counted, weights_only=True):
         raise DataError(
             f"{target} has the token frequencies of other data or settings: move it away, or name another file "
             "with --token-freq-path. (v0.3.0's script would silently keep it)"
