@@ -207,7 +207,7 @@ class Capture:
         self._meaning.check()
         book.check_complete()
         self._check_positions(book)
-        warnings = self._check_values(book)
+        warnings = self._check_values(book) + self._host.take_warnings()
         if not self._call["describe"]:
             return self.rows_by_value()
         return self._host.description() | {"call": self._call["call"], "warnings": warnings}

@@ -46,6 +46,8 @@ class HostRows:
         self.memory: HostMemory | None = None
         self.rows: torch.Tensor | None = None
         self._pinned: int | None = None
+        self._refused = False
+        self._warnings: list[str] = []
 
     def resize(self, layers: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Rows for a call, of the dtype and width of ``like`` ``[.., hidden]``; page-locked if ``like`` is on a GPU."""
@@ -68,13 +70,25 @@ class HostRows:
         if device.type != "cuda":
             return
         address = torch.frombuffer(self.memory.memory, dtype=torch.uint8).data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, self.memory.size, 0)) == 0:
+        refusal = int(torch.cuda.cudart().cudaHostRegister(address, self.memory.size, 0))
+        if refusal == 0:
             self._pinned = address
             return
+        if not self._refused:
+            self._refused = True
+            self._warnings.append(
+                f"CUDA does not lock {self.memory.size} bytes of host memory (cudaHostRegister: error {refusal}); "
+                "hidden states are copied to pageable memory instead, which is slower and gives the same bytes"
+            )
         # Copies to pageable memory work as well, only slower and not beside the next step's compute. But the refusal
         # stays the CUDA runtime's last error, which torch raises after the next kernel launch, so launch one.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
+
+    def take_warnings(self) -> list[str]:
+        """What has not been said yet."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
 
     @property
     def is_pinned(self) -> bool:

@@ -61,6 +61,55 @@ def test_the_rows_travel_through_page_locked_shared_memory(extraction: Any, prom
     assert extraction.generator.executor._can_map
 
 
+def test_a_refusal_to_lock_pages_is_only_slower(
+    extraction: Any, prompts_of: Prompts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The runtime refuses pages that are locked already, and keeps that as its last error: no kernel may fail by it."""
+    import torch
+
+    def refuse(worker: Any) -> None:
+        import torch
+
+        host = worker._vllm_compat_capture._host
+        host.release()
+        lock_pages = host._lock_pages
+
+        def locked_before(device: Any) -> None:
+            host.locked_before = torch.frombuffer(host.memory.memory, dtype=torch.uint8).data_ptr()
+            assert int(torch.cuda.cudart().cudaHostRegister(host.locked_before, host.memory.size, 0)) == 0
+            lock_pages(device)
+
+        host._lock_pages = locked_before
+
+    def mend(worker: Any) -> None:
+        import torch
+
+        host = worker._vllm_compat_capture._host
+        del host._lock_pages
+        if hasattr(host, "locked_before"):  # the rank that keeps the rows
+            assert int(torch.cuda.cudart().cudaHostUnregister(host.locked_before)) == 0
+            del host.locked_before
+            host.release()
+
+    def keeps_locked_rows(worker: Any) -> bool:
+        return bool(worker._vllm_compat_capture._host.is_pinned)
+
+    prompts = prompts_of(1000, 3, 517)
+    locked = extraction.generate(prompts)
+    extraction.in_worker(refuse)
+    with caplog.at_level("WARNING", "vllm_compat"):
+        pageable = [extraction.generate(prompts) for _ in range(2)]
+    assert not any(extraction.in_worker(keeps_locked_rows))
+    extraction.in_worker(mend)
+    for results in pageable:
+        for one, other in zip(locked, results, strict=True):
+            assert all(map(torch.equal, one["hidden_states"], other["hidden_states"]))
+    (warning,) = caplog.messages
+    assert "CUDA does not lock" in warning
+    extraction.check(prompts)
+    assert extraction.in_worker(keeps_locked_rows)[0]
+
+
 def test_device_memory_is_flat_over_200_calls_and_bounded_by_a_step(extraction: Any, prompts_of: Prompts) -> None:
     def memory(worker: Any) -> tuple[int, int]:
         import torch

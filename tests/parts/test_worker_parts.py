@@ -240,7 +240,7 @@ def test_no_room_is_an_error_text_not_a_crash(monkeypatch: pytest.MonkeyPatch) -
     assert "No space left" in str(memory.why_not_shared)
 
 
-def test_a_refusal_to_lock_pages_does_not_fail_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_to_lock_pages_is_said_once_and_fails_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's runtime keeps the error of a refusal, and torch raises it after the next launch (C10_CUDA_CHECK)."""
     last_error = []
 
@@ -257,9 +257,13 @@ def test_a_refusal_to_lock_pages_does_not_fail_the_next_kernel(monkeypatch: pyte
     host.resize(2, 8, torch.ones(1, 4))
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch, "ones", launch)
-    host._lock_pages(torch.device("cuda"))
-    assert not host.is_pinned
-    launch(1, device="cuda")
+    for warnings in (1, 0):
+        host._lock_pages(torch.device("cuda"))
+        assert not host.is_pinned
+        launch(1, device="cuda")
+        said = host.take_warnings()
+        assert len(said) == warnings
+        assert all("cudaHostRegister: error 2" in each for each in said)
 
 
 def test_host_rows_grow_and_are_used_again() -> None:
