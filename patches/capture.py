@@ -21,9 +21,12 @@ from vllm_compat.patches._names import (
     RESET,
     RETIRES,
 )
+from vllm_compat.patches.worker.labels import V2_BATCH
 from vllm_compat.registry import Patch, Rebind, Shape
 
 NONFINITE = "VLLM_COMPAT_NONFINITE"
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_HAS_V1, _KNOWN_V2 = "<0.34", ">=0.18"  # vLLM's two model runners: patches/worker/labels.py
 _call_numbers = itertools.count(1)
 
 
@@ -121,9 +124,19 @@ PATCH = Patch(
     ),
     shapes=(
         Shape(module="vllm.config.parallel", symbol="ParallelConfig", fields=("worker_extension_cls",)),
-        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.execute_model"),
-        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.get_model"),
-        Shape(module="vllm.v1.worker.gpu_input_batch", symbol="InputBatch.req_ids"),
+        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.execute_model", releases=_HAS_V1),
+        Shape(module="vllm.v1.worker.gpu_model_runner", symbol="GPUModelRunner.get_model", releases=_HAS_V1),
+        Shape(module="vllm.v1.worker.gpu_input_batch", symbol="InputBatch.req_ids", releases=_HAS_V1),
+        Shape(module=_V2, symbol="GPUModelRunner.execute_model", releases=_KNOWN_V2),
+        Shape(module=_V2, symbol="GPUModelRunner.get_model", releases=_KNOWN_V2),
+        Shape(
+            module=_V2,
+            symbol="GPUModelRunner.prepare_inputs",
+            parameters=("scheduler_output",),
+            releases=_KNOWN_V2,
+        ),
+        Shape(module=_V2, symbol="ExecuteModelState", fields=("input_batch",), releases=_KNOWN_V2),
+        Shape(module="vllm.v1.worker.gpu.input_batch", symbol="InputBatch", fields=V2_BATCH, releases=_KNOWN_V2),
         Shape(module="vllm.distributed.parallel_state", symbol="get_tp_group"),
     ),
     symptom=(

@@ -36,12 +36,14 @@ def scheduler_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cache_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    workers_choose = "user_specified_block_size" in getattr(original, "__dataclass_fields__", {})
+    known = getattr(original, "__dataclass_fields__", {})
 
     @functools.wraps(original, updated=())
     def make(**kwargs: Any) -> Any:
-        if workers_choose:  # vLLM 0.18; a size that is asked for, the consumer's 16, some attention kernels refuse
+        if "user_specified_block_size" in known:  # vLLM 0.18: some attention kernels refuse the consumer's 16
             kwargs.pop("block_size", None)
+        if "enable_extensible_kv_cache" in known:  # vLLM 0.34: its engine would commit the memory after the warm-up
+            kwargs["enable_extensible_kv_cache"] = False
         # A hit in the prefix cache makes vLLM skip those tokens: their rows would never be computed.
         return original(**{**kwargs, "enable_prefix_caching": False})
 
@@ -85,6 +87,9 @@ PATCH = Patch(
             fields=("max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill", "async_scheduling"),
         ),
         Shape(module="vllm.config.cache", symbol="CacheConfig", fields=("enable_prefix_caching", "sliding_window")),
+        Shape(
+            module="vllm.config.cache", symbol="CacheConfig", fields=("enable_extensible_kv_cache",), releases=">=0.34"
+        ),
         Shape(module="vllm.config.model", symbol="ModelConfig.get_sliding_window"),
     ),
     symptom=(
@@ -94,14 +99,15 @@ PATCH = Patch(
     ),
     cause=(
         "vLLM 0.12 made is_encoder_decoder required and turned prefix caching on by default; 0.11.1 turned chunked "
-        "prefill on; 0.14 asynchronous scheduling (vllm/config/scheduler.py, cache.py). Since 0.11.0 vLLM's engine "
+        "prefill on; 0.14 asynchronous scheduling; 0.34 a KV cache that the engine commits after the warm-up, on CUDA "
+        "(vllm/config/scheduler.py, cache.py; EngineCore._initialize_kv_caches). Since 0.11.0 vLLM's engine "
         "sets the window of models whose layers all slide in CacheConfig, and the consumer leaves it out"
     ),
     does=(
-        "Passes is_encoder_decoder=False, enable_prefix_caching=False, async_scheduling=False and "
-        "enable_chunked_prefill=False where the release has the setting, and the model's sliding window; lets the "
-        "workers choose the block size where they can. VLLM_COMPAT_STEP_TOKENS=N sets the tokens of one step (device "
-        "memory) and turns chunked prefill on."
+        "Passes is_encoder_decoder=False, enable_prefix_caching=False, async_scheduling=False, "
+        "enable_chunked_prefill=False and enable_extensible_kv_cache=False where the release has the setting, and the "
+        "model's sliding window; lets the workers choose the block size where they can. VLLM_COMPAT_STEP_TOKENS=N sets "
+        "the tokens of one step (device memory) and turns chunked prefill on."
     ),
     retires=RETIRES,
     evidence="engine-configuration",

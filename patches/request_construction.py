@@ -20,10 +20,10 @@ def prefill_request(original: Callable[..., Any]) -> Callable[..., Any]:
         if "eos_token_id" not in accepted:
             kwargs.pop("eos_token_id", None)
         # The consumer of 0.4 has one of its own, for the block size that it believes in.
-        request = original(**{**kwargs, "block_hasher": _block_hasher()})
+        kwargs["block_hasher"] = _block_hasher()
         # Whatever is cached, every token of this prompt is to be computed: its row is the result.
-        request.skip_reading_prefix_cache = True
-        return request
+        kwargs["sampling_params"].skip_reading_prefix_cache = True
+        return original(**kwargs)
 
     return make
 
@@ -52,7 +52,9 @@ PATCH = Patch(
     targets=(Rebind(module=GENERATOR, name="Request", make=prefill_request),),
     shapes=(
         Shape(module="vllm.v1.request", symbol="Request.__init__", parameters=("prompt_token_ids", "block_hasher")),
-        Shape(module="vllm.v1.request", symbol="Request.get_skip_reading_prefix_cache"),
+        Shape(module="vllm.sampling_params", symbol="SamplingParams", fields=("skip_reading_prefix_cache",)),
+        Shape(module="vllm.v1.request", symbol="Request.get_skip_reading_prefix_cache", releases="<0.34"),
+        Shape(module="vllm.v1.request", symbol="Request.get_prefix_cache_hit_limit", releases=">=0.34"),
         Shape(module="vllm.utils.hashing", symbol="get_hash_fn_by_name"),
         Shape(module="vllm.v1.core.kv_cache_utils", symbol="init_none_hash", parameters=("hash_fn",)),
         Shape(

@@ -151,8 +151,9 @@ def _decide(
         if before[other].status != "apply":
             reason = f"needs {other}, which does not apply ({before[other].status}: {before[other].reason})"
             return Decision(patch.id, "blocked", reason)
-    misfits = tuple(str(misfit) for shape in patch.shapes if (misfit := check(shape, sources)))
+    shapes = [shape for shape in patch.shapes if shape.is_asked(releases.get(shape.package))]
+    misfits = tuple(str(misfit) for shape in shapes if (misfit := check(shape, sources)))
     if misfits:
-        reason = f"{len(misfits)} of {len(patch.shapes)} shapes do not fit"
+        reason = f"{len(misfits)} of {len(shapes)} shapes do not fit"
         return Decision(patch.id, "misfit", reason, misfits)
     return Decision(patch.id, "apply", "; ".join(fits) or "always")

@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
+from packaging.version import Version
+
 from vllm_compat.discovery import GROUP, EntryPoint, entry_points
 from vllm_compat.errors import PlanError
-from vllm_compat.versions import ranges
+from vllm_compat.versions import matches, ranges
 
 Undo = Callable[[], None]
 
@@ -33,6 +35,15 @@ class Shape:
     parameters: tuple[str, ...] = ()  # function, method: these parameters exist
     absent: tuple[str, ...] = ()  # ... and these do not
     fields: tuple[str, ...] = ()  # class: these names are bound or annotated in the class body
+    releases: str = ""  # of the module's package: a range outside which the fact is not asked
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    def is_asked(self, release: Version | None) -> bool:
+        """Whether this is a fact about that release of the package; None, where it is not known, is every release."""
+        return release is None or matches(release, self.releases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +245,10 @@ def checked(patch_set: PatchSet) -> PatchSet:
             if module not in modules:
                 raise PlanError(f"{patch.id}: range for {module}, which is no package of {patch_set.name}")
             ranges(specifier)
+        for shape in patch.shapes:
+            ranges(shape.releases)
+            if shape.releases and shape.package not in modules:
+                raise PlanError(f"{patch.id}: releases of {shape.package}, which is no package of {patch_set.name}")
         for target in patch.targets:
             if target.module.partition(".")[0] != patch_set.consumer.module:
                 consumer = patch_set.consumer.module

@@ -1,8 +1,9 @@
 """Which rows of a step belong to which request: the model runner's own view of its batch.
 
 vLLM has two model runners. V1 (``vllm/v1/worker/gpu_model_runner.py``) keeps one ``input_batch`` for all steps. V2
-(``vllm/v1/worker/gpu/model_runner.py``, the default of more and more models from vLLM 0.22 on) makes a batch for each
-step, sorted by the number of tokens: what ``prepare_inputs`` returns just before the forward pass (0.12 to 0.33).
+(``vllm/v1/worker/gpu/model_runner.py``, the default of more and more models from vLLM 0.22 on, the only one from 0.34
+on) makes a batch for each step, sorted by the number of tokens: what ``prepare_inputs`` returns just before the forward
+pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Label(NamedTuple):
     count: int
 
 
+_V1 = "If this is Model Runner V2 of a vLLM before 0.34, set VLLM_USE_V2_MODEL_RUNNER=0."
 V2_BATCH = ("req_ids", "query_start_loc_np", "positions")
 _REPORT = "This is no fault of your data: please report it with `vllm-compat doctor --json`."
 
@@ -33,9 +35,8 @@ def check_runner(runner: Any) -> None:
     """Raises ValueError: the batch of this model runner is not one that ``step_labels`` understands."""
     if not _is_v1(runner) and not _is_v2(runner):
         raise ValueError(
-            f"vllm_compat: model runner {class_name(runner)} has no input_batch with "
-            "req_ids, and no prepare_inputs that makes one we know; its order of rows is unknown. If this is Model "
-            "Runner V2, set VLLM_USE_V2_MODEL_RUNNER=0."
+            f"vllm_compat: model runner {class_name(runner)} has no input_batch with req_ids, and "
+            f"no prepare_inputs that makes one we know; its order of rows is unknown. {_V1}"
         )
 
 
@@ -92,7 +93,7 @@ def step_labels(runner: Any, scheduler_output: Any, batch: Any = None) -> list[L
     else:
         raise RuntimeError(
             f"vllm_compat: {class_name(runner)} ran the model without prepare_inputs; the order of its rows is unknown"
-            "; set VLLM_USE_V2_MODEL_RUNNER=0"
+            f". {_V1}"
         )
     ids = sorted(label.request_id for label in labels)
     if ids != sorted(scheduled):

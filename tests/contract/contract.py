@@ -90,10 +90,10 @@ class Contract:
     def _release(self, package: str, version: Version, wheel: Wheel) -> Release:
         patches = [each for each in SPECULATORS.patches if matches(version, each.ranges.get(package, ""))]
         if package == CONSUMER:
-            names = consumer_names(patches)
+            names = consumer_names(patches, version)
         else:
             bindings = {name: list(entries.values()) for name, entries in self.fingerprints.get(CONSUMER, {}).items()}
-            names = upstream_names(package, patches, bindings)
+            names = upstream_names(package, patches, version, bindings)
         return Release(package, version, wheel, names)
 
     def read(self, releases: Iterable[Release]) -> None:

@@ -14,6 +14,8 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from packaging.version import Version
+
 from vllm_compat.patches import worker
 from vllm_compat.registry import Patch, Rebind, Shape
 from vllm_compat.source import Source
@@ -24,9 +26,9 @@ Locate = Callable[[str], "Source | None"]
 Name = tuple[str, str]  # module, symbol
 
 
-def consumer_names(patches: Iterable[Patch]) -> dict[Name, list[tuple[str, Shape | None]]]:
+def consumer_names(patches: Iterable[Patch], release: Version) -> dict[Name, list[tuple[str, Shape | None]]]:
     """What patches name in the consumer: their bindings and their shapes, with the patch that does."""
-    found = _shapes(patches, CONSUMER)
+    found = _shapes(patches, CONSUMER, release)
     for patch in patches:
         for target in patch.targets:
             if isinstance(target, Rebind):
@@ -35,13 +37,13 @@ def consumer_names(patches: Iterable[Patch]) -> dict[Name, list[tuple[str, Shape
 
 
 def upstream_names(
-    package: str, patches: Iterable[Patch], bindings: Mapping[str, Sequence[str]]
+    package: str, patches: Iterable[Patch], release: Version, bindings: Mapping[str, Sequence[str]]
 ) -> dict[Name, list[tuple[str, Shape | None]]]:
     """What patches name in another package: their shapes and imports, and what the consumer's bindings are bound to.
 
     `bindings`: the fingerprints of the consumer's names ("module.name"), which say where an import comes from.
     """
-    found = _shapes(patches, package)
+    found = _shapes(patches, package, release)
     for patch in patches:
         for name in _imports(patch, package):
             found.setdefault(name, []).append((patch.id, None))
@@ -53,11 +55,11 @@ def upstream_names(
     return found
 
 
-def _shapes(patches: Iterable[Patch], package: str) -> dict[Name, list[tuple[str, Shape | None]]]:
+def _shapes(patches: Iterable[Patch], package: str, release: Version) -> dict[Name, list[tuple[str, Shape | None]]]:
     found: dict[Name, list[tuple[str, Shape | None]]] = {}
     for patch in patches:
         for shape in patch.shapes:
-            if shape.module.partition(".")[0] == package:
+            if shape.package == package and shape.is_asked(release):
                 found.setdefault((shape.module, shape.symbol), []).append((patch.id, shape))
     return found
 

@@ -62,8 +62,9 @@ PATCHES = """
     texts = dict(symptom="s", cause="c", does="d", retires=Retirement(when="never"), evidence="e")
     USER, RUN = {"fakeuser": ">=0.3,<0.4"}, {"fakerun": ">=2,<3"}
     SHAPE = Shape(module="fakerun.core", symbol="start", parameters=("config", "blocks"))
+    LATER = Shape(module="fakerun.core", symbol="finish", releases=">=2.9")
     PATCHES = [
-        Patch(id="start", ranges=RUN, shapes=(SHAPE,), targets=(
+        Patch(id="start", ranges=RUN, shapes=(SHAPE, LATER), targets=(
             Rebind(module="fakeuser.gen", name="start", make=make_start),), **texts),
         Patch(id="generate", ranges=USER, after=("start",), targets=(
             Rebind(module="fakeuser.gen", name="Gen.generate", make=make_generate),

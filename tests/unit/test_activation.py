@@ -228,6 +228,16 @@ def test_misfit(world, check: Check, ambient: None) -> None:
     assert wanted in check(AMBIENT, PLAIN)
 
 
+def test_a_fact_of_some_releases_is_asked_there_only(world, check: Check) -> None:
+    world.install("fakerun", "2.8.0")
+    check("import vllm_compat", PATCHED)
+    world.install("fakerun", "2.9.0")
+    wanted = "start: fakerun.core.finish: expected"
+    assert wanted in check(REFUSED)
+    world.write("fakerun/core.py", (world.site / "fakerun/core.py").read_text() + "def finish(): ...")
+    check("import vllm_compat", PATCHED)
+
+
 def test_newer_runtime_is_tried_with_one_warning(world, check: Check, ambient: None) -> None:
     world.install("fakerun", "2.7.0rc1.dev3+gabc")
     line = check("import vllm_compat", PATCHED)

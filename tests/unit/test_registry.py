@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_compat.errors import PlanError
-from vllm_compat.registry import Package, Patch, PatchSet, Rebind, Retirement, checked
+from vllm_compat.registry import Package, Patch, PatchSet, Rebind, Retirement, Shape, checked
 
 
 def patch(id: str, *names: str, **more: Any) -> Patch:
@@ -54,6 +54,11 @@ def test_same_binding_needs_an_order() -> None:
         ([patch("a", after=("b",)), patch("b", needs=("a",))], "wait for each other: a, b"),
         ([patch("a", ranges={"other": ""})], "range for other, which is no package"),
         ([patch("a", ranges={"user": "new"})], "no version range"),
+        ([patch("a", shapes=(Shape(module="user.gen", symbol="x", releases="new"),))], "no version range"),
+        (
+            [patch("a", shapes=(Shape(module="other.gen", symbol="x", releases=">=1"),))],
+            "releases of other, which is no",
+        ),
         ([patch("a", targets=(Rebind(module="runtime.core", name="x", make=id),))], "only the consumer"),
     ],
 )
